@@ -1,0 +1,1 @@
+"""How good a checkpoint is, and how to show it: pass@k, intervals, stage tables, reports."""
