@@ -1,4 +1,4 @@
-"""GLM-4.5's format against 22 conversations that the vendor's template rendered, its mask, its inverse."""
+"""GLM-4.5's format against 22 conversations of the vendor's template; its mask and its inverse."""
 
 import json
 import pathlib
@@ -63,7 +63,7 @@ def test_our_jinja_template_prints_what_the_vendors_does(case):
     assert template.render(**inputs, **case["kwargs"]) == case["text"]
 
 
-# transformers drops keys whose value is None, so of the one golden with content None it prints less.
+# All but the golden with content None: transformers drops such keys before the template sees them.
 @pytest.mark.parametrize("case", PRINTABLE, ids=lambda case: case["name"])
 def test_a_tokenizer_that_carries_our_template_prints_what_the_vendors_does(tokenizer, case):
     text = tokenizer.apply_chat_template(

@@ -1,4 +1,4 @@
-"""The byte-level tokenizer: exact round trips, GLM-4.5's special tokens, shortcuts that match what they should."""
+"""Exact round trips, GLM-4.5's special tokens, and shortcuts that match what they should."""
 
 import random
 import subprocess
@@ -122,7 +122,8 @@ def test_hugging_face_loads_it_without_us(tokenizer, tmp_path):
     script = (
         "import sys; from transformers import AutoTokenizer\n"
         "t = AutoTokenizer.from_pretrained(sys.argv[1])\n"
-        "print(t.encode('apple <think>', add_special_tokens=False), t.pad_token, 'torch' in sys.modules)"
+        "ids = t.encode('apple <think>', add_special_tokens=False)\n"
+        "print(ids, t.pad_token, 'torch' in sys.modules)"
     )
     done = subprocess.run(
         [sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, check=True
