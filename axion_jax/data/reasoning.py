@@ -24,15 +24,27 @@ DIRECT_SHARE = 0.5
 
 GENERATORS: dict[str, dict[str, Any]] = {
     "chain_sum": {"min_terms": 2, "max_terms": 2, "min_digits": 2, "max_digits": 3},
-    "products": {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2},
+    "number_filtering": {
+        "min_numbers": 3,
+        "max_numbers": 4,
+        "min_decimals": 0,
+        "max_decimals": 0,
+        "min_value": 0,
+        "max_value": 99,
+    },
     "letter_counting": {"min_words": 1, "max_words": 2},
 }
 """Families of the tiny recipe and the sizes they are asked for."""
 
 PHRASES = (
     "State the final answer to the following arithmetic problem: ",
-    "Solve the following multiplication: ",
-    ". Give only the result as your final answer.",
+    "Keep all numbers larger than ",
+    "Keep all numbers smaller than ",
+    "Remove all numbers larger than ",
+    "Remove all numbers smaller than ",
+    " in this list: ['",
+    "', '",
+    "']\nReturn the new list in the same format.",
     'How many times does the letter "',
     '" appear in the text: "',
     '"?',
@@ -95,19 +107,11 @@ def trace_sum(entry: dict) -> str | None:
     return " ".join(steps)
 
 
-def trace_product(entry: dict) -> str | None:
-    """Digit by digit from the right, "digit*factor+carry=sum"; None unless one factor has a single digit."""
-    a, b = entry["metadata"]["expression"].split(" * ")
-    if len(b) > 1:
-        a, b = b, a
-    if len(b) > 1 or len(a) < 2:
-        return None
-    steps, carry = [], 0
-    for x in reversed(a):
-        total = int(x) * int(b) + carry
-        steps.append(f"{x}*{b}+{carry}={total}")
-        carry = total // 10
-    return " ".join(steps)
+def trace_filter(entry: dict) -> str:
+    """Each number with y (kept) or n."""
+    kept = set(entry["metadata"]["result"])
+    numbers = entry["metadata"]["original_numbers"]
+    return " ".join(f"{n}{'y' if n in kept else 'n'}" for n in numbers)
 
 
 def trace_count(entry: dict) -> str | None:
@@ -124,6 +128,6 @@ def trace_count(entry: dict) -> str | None:
 
 TRACES: dict[str, Callable[[dict], str | None]] = {
     "chain_sum": trace_sum,
-    "products": trace_product,
+    "number_filtering": trace_filter,
     "letter_counting": trace_count,
 }

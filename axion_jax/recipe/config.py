@@ -1,0 +1,63 @@
+"""From a ConfigDict at the door to frozen dataclasses inside, once, with every mistake answered in a sentence."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import types
+import typing
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+def parse(cls: type[T], section: Mapping[str, Any], where: str) -> T:
+    """Builds dataclass `cls` from a config section, nested dataclasses included.
+
+    Raises:
+      ValueError: a key that `cls` has no use for (answered with the nearest), one that is missing, a value of the wrong
+        type, or whatever the dataclass itself refuses. The message names the place, as `config.<where>.<key>`.
+    """
+    fields = {field.name: field for field in dataclasses.fields(cls)}
+    hints = typing.get_type_hints(cls)
+    for key in section:
+        if key not in fields:
+            close = difflib.get_close_matches(key, fields, n=1)
+            hint = f" Did you mean {close[0]!r}?" if close else f" Known: {', '.join(sorted(fields))}."
+            raise ValueError(f"config.{where}.{key} is not an option of this stage.{hint}")
+    missing = [
+        name
+        for name, field in fields.items()
+        if name not in section
+        and field.default is dataclasses.MISSING
+        and field.default_factory is dataclasses.MISSING
+    ]
+    if missing:
+        raise ValueError(f"config.{where} lacks {', '.join(missing)}.")
+    values = {key: _value(hints[key], value, f"{where}.{key}") for key, value in section.items()}
+    try:
+        return cls(**values)
+    except ValueError as error:
+        raise ValueError(f"config.{where}: {error}") from None
+
+
+def _value(hint: Any, value: Any, where: str) -> Any:
+    if typing.get_origin(hint) in (types.UnionType, typing.Union):
+        if value is None:
+            return None
+        (hint,) = [arm for arm in typing.get_args(hint) if arm is not type(None)]
+    if dataclasses.is_dataclass(hint):
+        if not isinstance(value, Mapping):
+            raise ValueError(f"config.{where} must be a section, not {value!r}.")
+        return parse(hint, value, where)
+    if hint is dict or typing.get_origin(hint) is dict:
+        return dict(value)
+    if hint is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    plain = {int: int, float: float, bool: bool, str: str}.get(hint)
+    if plain is not None and (not isinstance(value, plain) or (plain is int and isinstance(value, bool))):
+        raise ValueError(f"config.{where} must be {plain.__name__}, not {value!r}.")
+    if typing.get_origin(hint) is tuple or hint is tuple:
+        return tuple(value)
+    return value

@@ -1,0 +1,342 @@
+"""One reinforcement-learning stage: sample, score, shape, recompute, update; GSPO and GRPO alike.
+
+The life of a step:
+
+    engine.update_weights             the policy's parameters, rounded to FP8 if the engine plays an FP8 server
+    collect_groups                    rounds of prompts x samples until enough groups pass the filter (raw rewards)
+    shape, assign_advantages          length penalty, group baseline; truncated rollouts are masked but stay counted
+    pack                              one packed batch for each optimizer step
+    old log-probs                     recomputed by the trainer with the sampler's routing replayed (R3)
+    update                            one clipped, corrected, guarded step for each batch
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from transformers import PreTrainedTokenizerFast
+
+from axion_jax.data.pack import Packed, pack
+from axion_jax.models.decoder import Decoder
+from axion_jax.models.scores import make_score_fn
+from axion_jax.recipe.guards import GuardConfig
+from axion_jax.recipe.optimizers import bind, make_optimizer, make_schedule
+from axion_jax.recipe.run import RunDirectory
+from axion_jax.recipe.stage import Stage, init_state, put_microbatches, to_floats
+from axion_jax.rl import corrections, shaping
+from axion_jax.rl.advantages import assign_advantages
+from axion_jax.rl.algorithms import make_loss, make_reduction
+from axion_jax.rl.corrections import mismatch_metrics
+from axion_jax.rl.filters import mean_reward_window
+from axion_jax.rl.update import make_score_step, make_update_step
+from axion_jax.rollout.collect import Collected, Task, collect_groups
+from axion_jax.rollout.engine import Engine, Sampling
+from axion_jax.types import Trajectory
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FilterConfig:
+    """Online filter: keep groups with low < mean raw reward <= high, over-sampling to replace the others."""
+
+    low: float
+    high: float
+    max_oversampling: int
+    """Most prompts drawn for each one wanted."""
+
+    def __post_init__(self) -> None:
+        if not self.low < self.high:
+            raise ValueError(f"filter.low={self.low} must be below filter.high={self.high}.")
+        if self.max_oversampling < 1:
+            raise ValueError(f"filter.max_oversampling={self.max_oversampling} must be at least 1.")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RLConfig:
+    task: str
+    """reasoning, instruction_following or preference."""
+    num_steps: int
+    """Rollout steps."""
+    prompts_per_step: int
+    samples_per_prompt: int
+    updates_per_step: int
+    """Optimizer steps on each rollout; the kept groups are dealt out to them in order."""
+    max_response_length: int
+    temperature: float
+    replay_routing: bool
+    """R3: the sampler's experts in log-prob recomputation and training."""
+    high_precision_layers: int | None
+    """First layers that the rollout engine keeps in full precision, FP8 after them; None: no FP8."""
+    mask_truncated: bool
+    normalize_std: bool
+    algorithm: dict[str, Any]
+    schedule: dict[str, Any]
+    optimizer: dict[str, Any]
+    rows: int
+    row_length: int
+    evaluate_every: int
+    checkpoint_every: int
+    guards: GuardConfig
+    filter: FilterConfig | None = None
+    shaping: dict[str, Any] | None = None
+    correction: dict[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("num_steps", "prompts_per_step", "updates_per_step", "rows", "evaluate_every", "checkpoint_every"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least 1.")
+        if self.samples_per_prompt < 2:
+            raise ValueError(f"samples_per_prompt={self.samples_per_prompt}: a group needs at least 2 for a baseline.")
+        if self.updates_per_step > self.prompts_per_step:
+            raise ValueError(
+                f"updates_per_step={self.updates_per_step} exceeds prompts_per_step={self.prompts_per_step}: some"
+                " updates would get no group."
+            )
+        if self.temperature <= 0:
+            raise ValueError(f"temperature={self.temperature} must be above 0: a greedy rollout has one answer.")
+        make_optimizer(make_schedule(**self.schedule), **self.optimizer)
+        make_shaping(self.shaping, self.max_response_length)
+        make_policy_loss(self.algorithm, self.correction)
+
+
+def make_policy_loss(algorithm: dict[str, Any], correction: dict[str, Any] | None):
+    """The loss with its correction bound, options checked."""
+    options = dict(algorithm)
+    name = options.pop("name")
+    if name not in ("gspo", "grpo"):
+        raise ValueError(f"algorithm.name={name!r} is no policy algorithm; known: gspo, grpo.")
+    if correction is None:
+        return make_loss(name, **options)
+    choice = dict(correction)
+    correct = bind(CORRECTIONS, "correction", choice.pop("name"), choice)
+    return make_loss(name, **options, correction=functools.partial(correct, **choice))
+
+
+CORRECTIONS = {"tis": corrections.truncated_importance_sampling}
+
+
+def make_shaping(
+    section: dict[str, Any] | None, max_response_length: int
+) -> Callable[[Sequence[float], Sequence[int]], np.ndarray]:
+    """`shape(raw rewards of a group, lengths in tokens) -> shaped rewards`."""
+    if section is None:
+        return lambda rewards, lengths: np.asarray(rewards, np.float64)
+    options = dict(section)
+    name = options.pop("name")
+    bind(SHAPINGS, "shaping", name, options | {"max_length": max_response_length})
+    return functools.partial(SHAPINGS[name], max_length=max_response_length, **options)
+
+
+def _relative_to_shortest(rewards, lengths, *, max_length: int, coefficient: float):
+    correct = np.asarray(rewards) > 0.5
+    return shaping.length_penalty(rewards, lengths, correct, max_length=max_length, coefficient=coefficient)
+
+
+def _linear(scores, lengths, *, max_length: int, free_length: int, coefficient: float):
+    return shaping.linear_length_penalty(
+        scores, lengths, free_length=free_length, max_length=max_length, coefficient=coefficient
+    )
+
+
+SHAPINGS = {"length_penalty": _relative_to_shortest, "linear_length_penalty": _linear}
+
+
+def train_rl(
+    name: str,
+    config: RLConfig,
+    run: RunDirectory,
+    decoder: Decoder,
+    params: Any,
+    task: Task,
+    engine: Engine,
+    tokenizer: PreTrainedTokenizerFast,
+    held_out_score: Callable[[Any, int], float],
+    *,
+    stop_ids: tuple[int, ...],
+    pad_id: int,
+    seed: int,
+) -> Any:
+    """Trains from `params` and returns the parameters of the last step.
+
+    Args:
+      held_out_score: measures parameters (and their version) on held-out prompts, for the curve.
+    """
+    schedule = make_schedule(**config.schedule)
+    optimizer = make_optimizer(schedule, **config.optimizer)
+    score_fn = make_score_fn(decoder, temperature=config.temperature, replay=config.replay_routing)
+    recompute = jax.jit(make_score_step(score_fn))
+    update = jax.jit(
+        make_update_step(score_fn, make_policy_loss(config.algorithm, config.correction), optimizer),
+        donate_argnums=0,
+    )
+    keep = _always
+    if config.filter is not None:
+        keep = functools.partial(mean_reward_window, low=config.filter.low, high=config.filter.high)
+    stage = Stage(
+        run,
+        name,
+        num_steps=config.num_steps,
+        checkpoint_every=config.checkpoint_every,
+        guards=config.guards,
+        shown=("raw_reward", "response_length", "entropy", "held_out", "tokens_per_second"),
+    )
+    state, host = stage.resume(init_state(params, optimizer, decoder))
+    del params
+    index = host.get("next_prompt", 0)
+    sampling = Sampling(
+        max_new_tokens=config.max_response_length, stop_ids=stop_ids, temperature=config.temperature
+    )
+    while stage.step < config.num_steps:
+        before = stage.seconds
+        engine.update_weights(state.params, int(state.step))
+        collected = collect_groups(
+            engine,
+            tokenizer,
+            task,
+            sampling,
+            start_index=index,
+            num_groups=config.prompts_per_step,
+            samples_per_prompt=config.samples_per_prompt,
+            keep=keep,
+            max_oversampling=config.filter.max_oversampling if config.filter else 1,
+            seed_key=(seed, name, stage.step),
+        )
+        index = collected.next_index
+        save_trajectories(stage, collected)
+        batches = make_batches(config, decoder, collected.groups, pad_id=pad_id)
+        placed = [_with_old_logprobs(p, state.params, recompute, decoder) for p in batches]
+        metrics = collected.metrics | {"learning_rate": float(schedule(int(state.step)))}
+        updates = []
+        for (batch, _), packed in zip(placed, batches, strict=True):
+            state, result = update(state, batch, np.int32(packed.num_microbatches))
+            updates.append(to_floats(result))
+        metrics |= _average(updates) | _recomputed_metrics(batches, placed)
+        metrics["reward"] = _mean(
+            t.reward.value for group in shaped_groups(config, collected.groups) for t in group
+        )
+        metrics["tokens_per_second"] = metrics["sampled_tokens"] / (stage.seconds - before)
+        if (stage.step + 1) % config.evaluate_every == 0 or stage.step + 1 == config.num_steps:
+            metrics["held_out"] = held_out_score(state.params, int(state.step))
+        stage.finish_step(state, metrics, {"next_prompt": index}, updates)
+    stage.close()
+    return state.params
+
+
+def _always(rewards: Sequence[float]) -> bool:
+    """Keeps every group; those of identical rewards get advantages of exactly 0."""
+    return True
+
+
+def shaped_groups(config: RLConfig, groups: Sequence[Sequence[Trajectory]]) -> list[list[Trajectory]]:
+    """The groups with shaped rewards; the raw reward stays among the reward's parts."""
+    shape = make_shaping(config.shaping, config.max_response_length)
+    out = []
+    for group in groups:
+        rewards = [t.reward.value for t in group]
+        values = shape(rewards, [t.num_trained for t in group])
+        out.append(
+            [
+                t.replace(reward=dataclasses.replace(t.reward, value=float(v), parts=t.reward.parts | {"raw": r}))
+                for t, v, r in zip(group, values, rewards, strict=True)
+            ]
+        )
+    return out
+
+
+def make_batches(
+    config: RLConfig, decoder: Decoder, groups: Sequence[Sequence[Trajectory]], *, pad_id: int
+) -> list[Packed]:
+    """One packed batch for each optimizer step, groups dealt out in order; fewer where there are too few groups."""
+    groups = shaped_groups(config, groups)
+    reduction = make_reduction(config.algorithm["name"])
+    most_rollouts = -(-config.prompts_per_step // config.updates_per_step) * config.samples_per_prompt
+    packed = []
+    for part in np.array_split(np.arange(len(groups)), config.updates_per_step):
+        trajectories = [t for i in part for t in groups[i]]
+        trajectories, _ = assign_advantages(trajectories, normalize_std=config.normalize_std)
+        if config.mask_truncated:
+            trajectories = shaping.mask_truncated(trajectories)
+        if not trajectories:
+            continue
+        weights, denominator = reduction(trajectories)
+        packed.append(
+            pack(
+                trajectories,
+                row_length=config.row_length,
+                rows=config.rows,
+                pad_id=pad_id,
+                weights=weights,
+                denominator=denominator,
+                routing_shape=decoder.config.routing_shape if config.replay_routing else None,
+                with_advantages=True,
+                with_sampler_logprobs=True,
+                microbatches=-(-most_rollouts // config.rows),  # worst case: one rollout a row
+            )
+        )
+    return packed
+
+
+def _with_old_logprobs(packed: Packed, params: Any, recompute, decoder: Decoder):
+    """The batch on the devices with `old_logprobs` filled in, and the entropies found on the way."""
+    batch = put_microbatches(packed.batch, decoder.mesh)
+    scores = recompute(params, batch, np.int32(packed.num_microbatches))
+    return dataclasses.replace(batch, old_logprobs=scores["logprobs"]), scores["entropy"]
+
+
+def _recomputed_metrics(batches: list[Packed], placed) -> dict[str, float]:
+    """Entropy, and the difference between trainer and sampler log-probs, before the first update on this data."""
+    if not batches:
+        return {}
+    mask = np.concatenate([p.batch.loss_mask.ravel() for p in batches])
+    sampler = np.concatenate([p.batch.sampler_logprobs.ravel() for p in batches])
+    old = np.concatenate([np.asarray(batch.old_logprobs).ravel() for batch, _ in placed])
+    entropy = np.concatenate([np.asarray(e).ravel() for _, e in placed])
+    found = {k: float(m.value) for k, m in mismatch_metrics(old, sampler, mask).items()}
+    return found | {"entropy": float(entropy[mask].mean()) if mask.any() else 0.0}
+
+
+def _average(updates: list[dict[str, float]]) -> dict[str, float]:
+    """Metrics of a rollout step from those of its updates: means, and the number of updates and of skipped ones."""
+    if not updates:
+        return {"updates": 0.0}
+    mean = {name: _mean(u[name] for u in updates) for name in updates[0]}
+    return mean | {"updates": float(len(updates)), "update_skipped": sum(u["update_skipped"] for u in updates)}
+
+
+def _mean(values) -> float:
+    values = list(values)
+    return float(np.mean(values)) if values else 0.0
+
+
+def save_trajectories(stage: Stage, collected: Collected) -> None:
+    """Everything sampled in this step, as one parquet file; written again by a resumed run."""
+    directory = stage.directory / "trajectories"
+    directory.mkdir(exist_ok=True)
+    kept = {t.group_id for group in collected.groups for t in group}
+    rows = [
+        {
+            "task_id": t.task_id,
+            "group_id": t.group_id,
+            "rollout_id": number,
+            "kept": t.group_id in kept,
+            "token_ids": t.token_ids.tolist(),
+            "loss_mask": t.loss_mask.tolist(),
+            "sampler_logprobs": t.sampler_logprobs.tolist(),
+            "policy_version": int(t.policy_version.max()),
+            "stop_reason": t.stop_reason.value,
+            "reward": t.reward.value if t.reward else None,
+            "reason": t.reward.reason if t.reward else "unscorable",
+            "response": sample.text,
+        }
+        for number, sample in enumerate(collected.samples)
+        for t in [sample.trajectory]
+    ]
+    partial = directory / "partial"
+    pq.write_table(pa.Table.from_pylist(rows), partial, compression="zstd")
+    partial.rename(directory / f"{stage.step + 1:06d}.parquet")

@@ -1,0 +1,158 @@
+r"""The main job: a tiny GLM-4.5-type MoE through SFT, Reasoning RL, Instruction-Following RL and RLHF on one CPU.
+
+    python launch/recipe.py --config=configs/tiny/recipe.py --workdir=runs/demo
+    python launch/recipe.py --config=configs/tiny/recipe.py:smoke --workdir=runs/smoke   # two steps a stage
+"""
+
+from ml_collections import ConfigDict
+
+
+def get_config(variant: str = "full") -> ConfigDict:
+    """The recipe; `smoke` takes every stage through two steps."""
+    if variant not in ("full", "smoke"):
+        raise ValueError(f"configs/tiny/recipe.py has the variants full and smoke, not {variant!r}.")
+    config = ConfigDict()
+    config.seed = 0
+    config.engine_batch = 256
+
+    config.model = ConfigDict(
+        dict(
+            vocab_size=640,
+            hidden_size=96,
+            num_layers=3,
+            num_heads=2,
+            num_kv_heads=1,
+            head_dim=48,
+            intermediate_size=192,
+            moe_intermediate_size=48,
+            num_experts=8,
+            num_experts_per_token=2,
+            rope_theta=10_000.0,
+        )
+    )
+    config.mesh = ConfigDict(dict(data=1, fsdp=-1))
+    config.evaluation = ConfigDict(
+        dict(num_prompts=256, samples_per_prompt=4, max_response_length=48)
+    )
+
+    config.sft = ConfigDict(
+        dict(
+            num_steps=800,
+            examples_per_step=96,
+            num_examples=40_000,
+            mixture=dict(reasoning=0.6, instruction_following=0.25, preference=0.15),
+            rows=16,
+            row_length=128,
+            schedule=dict(
+                name="cosine", learning_rate=4e-3, final_learning_rate=2e-4, warmup_steps=20, num_steps=800
+            ),
+            optimizer=dict(name="muon", beta=0.95, b1=0.9, b2=0.95, weight_decay=0.0, max_grad_norm=1.0),
+            router_bias_update_rate=0.004,
+            checkpoint_every=100,
+            guards=dict(max_skipped_in_a_row=5, max_loss_spike=3.0),
+        )
+    )
+    config.reward_model = ConfigDict(
+        dict(
+            num_steps=60,
+            pairs_per_step=64,
+            num_held_out_pairs=256,
+            rows=16,
+            row_length=128,
+            schedule=dict(name="constant", learning_rate=3e-4, warmup_steps=10),
+            optimizer=dict(name="adamw", b1=0.9, b2=0.95, weight_decay=0.0, max_grad_norm=1.0),
+            checkpoint_every=30,
+            guards=dict(max_skipped_in_a_row=5),
+        )
+    )
+    adamw = dict(name="adamw", b1=0.9, b2=0.98, weight_decay=0.0, max_grad_norm=1.0)
+    config.reasoning_rl = ConfigDict(
+        dict(
+            task="reasoning",
+            num_steps=40,
+            prompts_per_step=32,
+            samples_per_prompt=8,
+            updates_per_step=2,
+            max_response_length=48,
+            temperature=1.0,
+            replay_routing=True,
+            high_precision_layers=1,
+            mask_truncated=True,
+            normalize_std=True,
+            filter=dict(low=0.0, high=0.8, max_oversampling=4),
+            shaping=dict(name="length_penalty", coefficient=0.1),
+            algorithm=dict(name="gspo", clip_low=0.01, clip_high=0.02),
+            correction=dict(name="tis", cap=2.0),
+            schedule=dict(name="constant", learning_rate=2e-4, warmup_steps=4),
+            optimizer=adamw,
+            rows=16,
+            row_length=128,
+            evaluate_every=10,
+            checkpoint_every=5,
+            guards=dict(max_skipped_in_a_row=5, min_entropy=0.005),
+        )
+    )
+    config.instruction_following_rl = ConfigDict(
+        dict(
+            task="instruction_following",
+            num_steps=40,
+            prompts_per_step=32,
+            samples_per_prompt=8,
+            updates_per_step=1,
+            max_response_length=32,
+            temperature=1.0,
+            replay_routing=True,
+            high_precision_layers=1,
+            mask_truncated=False,
+            normalize_std=True,
+            algorithm=dict(name="grpo", clip_low=0.2, clip_high=0.28),
+            schedule=dict(name="constant", learning_rate=4e-4, warmup_steps=4),
+            optimizer=adamw,
+            rows=16,
+            row_length=128,
+            evaluate_every=10,
+            checkpoint_every=5,
+            guards=dict(max_skipped_in_a_row=5, min_entropy=0.005),
+        )
+    )
+    config.rlhf = ConfigDict(
+        dict(
+            task="preference",
+            num_steps=20,
+            prompts_per_step=32,
+            samples_per_prompt=8,
+            updates_per_step=2,
+            max_response_length=48,
+            temperature=1.0,
+            replay_routing=True,
+            high_precision_layers=1,
+            mask_truncated=False,
+            normalize_std=True,
+            shaping=dict(name="linear_length_penalty", free_length=16, coefficient=1.0),
+            algorithm=dict(name="grpo", clip_low=0.2, clip_high=0.28),
+            schedule=dict(name="constant", learning_rate=2e-4, warmup_steps=4),
+            optimizer=adamw,
+            rows=16,
+            row_length=128,
+            evaluate_every=5,
+            checkpoint_every=5,
+            guards=dict(max_skipped_in_a_row=5, min_entropy=0.005),
+        )
+    )
+    if variant == "smoke":
+        _shrink(config)
+    return config.lock()
+
+
+def _shrink(config: ConfigDict) -> None:
+    config.evaluation.update(num_prompts=16, samples_per_prompt=2)
+    config.engine_batch = 64
+    config.sft.update(num_steps=2, examples_per_step=16, num_examples=64, rows=8, checkpoint_every=1)
+    config.sft.schedule.update(num_steps=2, warmup_steps=1)
+    config.reward_model.update(num_steps=2, pairs_per_step=8, num_held_out_pairs=16, rows=8)
+    for stage in (config.reasoning_rl, config.instruction_following_rl, config.rlhf):
+        stage.update(
+            num_steps=2, prompts_per_step=8, samples_per_prompt=4, rows=8, evaluate_every=1, checkpoint_every=1
+        )
+        stage.guards.update(min_entropy=0.0)
+    config.reasoning_rl.filter.update(low=-1.0, high=1.0, max_oversampling=1)
