@@ -14,6 +14,7 @@ import math
 import statistics
 
 import numpy as np
+import numpy.typing as npt
 from scipy import special
 
 Z = statistics.NormalDist().inv_cdf(0.975)  # 1.96: two sides of 95 %
@@ -36,7 +37,7 @@ def pass_at_k(n: int, c: int, k: int) -> float:
     return 1.0 - math.comb(n - c, k) / math.comb(n, k)
 
 
-def per_prompt_pass_at_k(samples: np.ndarray, k: int) -> np.ndarray:
+def per_prompt_pass_at_k(samples: npt.ArrayLike, k: int) -> np.ndarray:
     """Returns [P] float64, pass@k of each prompt of `samples` [P, n] bool."""
     samples = np.asarray(samples)
     if samples.ndim != 2 or 0 in samples.shape:
@@ -46,12 +47,12 @@ def per_prompt_pass_at_k(samples: np.ndarray, k: int) -> np.ndarray:
     return np.array(of_count)[samples.astype(bool).sum(axis=1)]
 
 
-def mean_pass_at_k(samples: np.ndarray, k: int) -> float:
+def mean_pass_at_k(samples: npt.ArrayLike, k: int) -> float:
     """Returns pass@k averaged over the prompts of `samples` [P, n] bool."""
     return float(per_prompt_pass_at_k(samples, k).mean())
 
 
-def confidence_interval(per_prompt_scores: np.ndarray) -> tuple[float, float]:
+def confidence_interval(per_prompt_scores: npt.ArrayLike) -> tuple[float, float]:
     """Returns the 95 % interval of the mean of scores in [0, 1]: pass rates, accuracies.
 
     Wilson's interval with the number of independent trials that the spread between prompts speaks of:
@@ -80,7 +81,7 @@ def confidence_interval(per_prompt_scores: np.ndarray) -> tuple[float, float]:
     return float(min(max(centre - half, 0.0), p)), float(max(min(centre + half, 1.0), p))
 
 
-def mean_interval(per_prompt_scores: np.ndarray) -> tuple[float, float]:
+def mean_interval(per_prompt_scores: npt.ArrayLike) -> tuple[float, float]:
     """Returns the 95 % interval of the mean of real-valued scores: rewards, lengths.
 
     Student's t with P - 1 degrees of freedom; (nan, nan) for a single prompt, whose spread is unknown.
@@ -93,7 +94,7 @@ def mean_interval(per_prompt_scores: np.ndarray) -> tuple[float, float]:
     return float(scores.mean() - half), float(scores.mean() + half)
 
 
-def _one_per_prompt(per_prompt_scores: np.ndarray) -> np.ndarray:
+def _one_per_prompt(per_prompt_scores: npt.ArrayLike) -> np.ndarray:
     scores = np.asarray(per_prompt_scores, dtype=np.float64)
     if scores.ndim != 1 or not len(scores):
         raise ValueError(f"Expected one score for each prompt, got an array of {scores.shape}.")
