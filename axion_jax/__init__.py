@@ -1,0 +1,1 @@
+"""Post-training of mixture-of-experts language models in JAX."""
