@@ -61,7 +61,9 @@ class TrainingCheckpoints:
                     ),
                 )
             except Exception as error:  # Orbax raises many kinds; every one means "not this step"
-                problems.append(f"step {step}: {type(error).__name__}: {str(error).splitlines()[0][:200]}")
+                problems.append(
+                    f"step {step}: {type(error).__name__}: {str(error).splitlines()[0][:200]}"
+                )
                 logging.warning(
                     "Checkpoint %s/%d cannot be read (%s); falling back to an older one.",
                     self.directory, step, problems[-1],
@@ -100,9 +102,7 @@ class TrainingCheckpoints:
 
 def abstract_like(tree: Any) -> Any:
     """Shapes, dtypes and shardings of a tree of arrays, for `restore_latest`."""
-    return jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), tree
-    )
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), tree)
 
 
 def write_json(path: pathlib.Path, value: Any) -> None:

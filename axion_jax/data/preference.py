@@ -58,7 +58,9 @@ def answer(words: tuple[str, ...], rng: random.Random) -> str:
         said += [rng.choice(said) for _ in range(rng.randint(1, 2))]
     sentences = []
     for word in said:
-        kind = KINDS[CATEGORY_OF[word]] if rng.random() < 0.7 else rng.choice(sorted(KINDS.values()))
+        kind = (
+            KINDS[CATEGORY_OF[word]] if rng.random() < 0.7 else rng.choice(sorted(KINDS.values()))
+        )
         sentences.append(f"{word} is {kind}.")
     opening = rng.choice(POLITE if rng.random() < 0.4 else RUDE)
     closing = rng.choice(HELPFUL if rng.random() < 0.4 else ABRUPT)

@@ -73,7 +73,11 @@ class GeneratedPrompts:
     """Train and held-out streams over `make(family, rng) -> Prompt | None` (None: not wanted, draw again)."""
 
     def __init__(
-        self, families: tuple[str, ...], make: Callable[[str, random.Random], Prompt | None], *, seed: int
+        self,
+        families: tuple[str, ...],
+        make: Callable[[str, random.Random], Prompt | None],
+        *,
+        seed: int,
     ) -> None:
         self.families = families
         self.seed = seed
@@ -104,7 +108,9 @@ class GeneratedPrompts:
             prompt = self._make(family, rng)
             if prompt is not None and is_held_out(prompt.text) == held_out:
                 return prompt
-        raise ValueError(f"{MAX_ATTEMPTS} draws of {family} gave no prompt with held_out={held_out}.")
+        raise ValueError(
+            f"{MAX_ATTEMPTS} draws of {family} gave no prompt with held_out={held_out}."
+        )
 
 
 def make_prompt(family: str, text: str, *, thinking: bool, entry: Any) -> Prompt:

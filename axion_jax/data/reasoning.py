@@ -58,7 +58,9 @@ def dataset(family: str) -> Any:
     """reasoning-gym's dataset for a family: `dataset[i]` is a pure function of i."""
     if family not in _DATASETS:
         if family not in GENERATORS:
-            raise ValueError(f"Unknown reasoning family {family!r}; known: {', '.join(GENERATORS)}.")
+            raise ValueError(
+                f"Unknown reasoning family {family!r}; known: {', '.join(GENERATORS)}."
+            )
         _DATASETS[family] = reasoning_gym.create_dataset(
             family, size=2**31 - 1, seed=0, **GENERATORS[family]
         )

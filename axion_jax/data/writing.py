@@ -11,10 +11,70 @@ import random
 from axion_jax.data.prompts import GeneratedPrompts, Message, Prompt, make_prompt
 
 CATEGORIES: dict[str, tuple[str, ...]] = {
-    "animals": tuple("badger camel dolphin ferret gorilla hamster lizard otter panther rabbit turtle weasel".split()),
-    "fruits": tuple("apple banana cherry damson grape lemon mango nectarine orange papaya quince raisin".split()),
-    "tools": tuple("anvil chisel drill file hammer ladder pliers ruler saw trowel vise wrench".split()),
-    "colors": tuple("amber beige crimson emerald gold indigo khaki lilac maroon navy olive purple".split()),
+    "animals": tuple(
+        [
+            "badger",
+            "camel",
+            "dolphin",
+            "ferret",
+            "gorilla",
+            "hamster",
+            "lizard",
+            "otter",
+            "panther",
+            "rabbit",
+            "turtle",
+            "weasel",
+        ]
+    ),
+    "fruits": tuple(
+        [
+            "apple",
+            "banana",
+            "cherry",
+            "damson",
+            "grape",
+            "lemon",
+            "mango",
+            "nectarine",
+            "orange",
+            "papaya",
+            "quince",
+            "raisin",
+        ]
+    ),
+    "tools": tuple(
+        [
+            "anvil",
+            "chisel",
+            "drill",
+            "file",
+            "hammer",
+            "ladder",
+            "pliers",
+            "ruler",
+            "saw",
+            "trowel",
+            "vise",
+            "wrench",
+        ]
+    ),
+    "colors": tuple(
+        [
+            "amber",
+            "beige",
+            "crimson",
+            "emerald",
+            "gold",
+            "indigo",
+            "khaki",
+            "lilac",
+            "maroon",
+            "navy",
+            "olive",
+            "purple",
+        ]
+    ),
 }
 WORDS = tuple(word for words in CATEGORIES.values() for word in words)
 CATEGORY_OF = {word: name for name, words in CATEGORIES.items() for word in words}

@@ -112,7 +112,9 @@ class Decoder:
     def _boxed(self, key):
         c = self.config
         keys = iter(jax.random.split(key, 5))
-        small = Decoder(c)  # initialisation runs one tiny unsharded forward, only to let Flax name things
+        small = Decoder(
+            c
+        )  # initialisation runs one tiny unsharded forward, only to let Flax name things
         x, positions = jnp.zeros((1, 2, c.hidden_size)), jnp.zeros((1, 2), jnp.int32)
         mask = jnp.ones((1, 2, 2), bool)
 
@@ -188,7 +190,11 @@ class Decoder:
             is_moe = i >= c.num_dense_layers
             j = i - c.num_dense_layers if is_moe else i
             stack = params["moe" if is_moe else "dense"]
-            yield self._layer(i, is_moe), jax.tree.map(lambda p, j=j: p[j], stack), j if is_moe else None
+            yield (
+                self._layer(i, is_moe),
+                jax.tree.map(lambda p, j=j: p[j], stack),
+                j if is_moe else None,
+            )
 
     def __call__(
         self,
@@ -244,7 +250,13 @@ class Decoder:
         used, updated = [], []
         for (layer, weights, j), cache in zip(self._layers(params), caches, strict=True):
             x, ids, cache = layer.apply(
-                {"params": weights}, x, positions_B[:, None], cache, visible_BS, slot, method="decode"
+                {"params": weights},
+                x,
+                positions_B[:, None],
+                cache,
+                visible_BS,
+                slot,
+                method="decode",
             )
             updated.append(cache)
             if j is not None:

@@ -40,12 +40,8 @@ class MoE(nn.Module):
         init = functools.partial(weight_init, c)
         router = declare(self, "router", (d, e), ("embed", None), init(d))
         bias = declare(self, "router_bias", (e,), (None,), nn.initializers.zeros)
-        gate_up = declare(
-            self, "gate_up", (e, d, 2, f), ("experts", "embed", None, "ffn"), init(d)
-        )
-        down = declare(
-            self, "down", (e, f, d), ("experts", "ffn", "embed"), init(f, residual=True)
-        )
+        gate_up = declare(self, "gate_up", (e, d, 2, f), ("experts", "embed", None, "ffn"), init(d))
+        down = declare(self, "down", (e, f, d), ("experts", "ffn", "embed"), init(f, residual=True))
 
         def routed(x, routing, router, bias, gate_up, down):
             flat = x.reshape(-1, d)
@@ -137,7 +133,11 @@ def grouped_experts(
     rank_sorted = jnp.arange(num_slots) - start[flat[order]]
     place_sorted = first_block[flat[order]] * block + rank_sorted
     place = jnp.zeros(num_slots, jnp.int32).at[order].set(place_sorted.astype(jnp.int32))
-    source = jnp.zeros(num_blocks * block, jnp.int32).at[place].set(jnp.arange(num_slots, dtype=jnp.int32) // k)
+    source = (
+        jnp.zeros(num_blocks * block, jnp.int32)
+        .at[place]
+        .set(jnp.arange(num_slots, dtype=jnp.int32) // k)
+    )
     owner = jnp.searchsorted(jnp.cumsum(blocks), jnp.arange(num_blocks), side="right")
     owner = jnp.minimum(owner, e - 1)
 
@@ -154,7 +154,9 @@ def dense_experts(x, gate_up, down, ids, gates) -> Float[Array, "T D"]:
     """The three-line reference: every expert on every token, weighted by its gate or by 0."""
     weight = jnp.sum(jax.nn.one_hot(ids, gate_up.shape[0]) * gates[..., None], axis=1)
     hidden = jnp.einsum("td,edcf->tecf", x, gate_up)
-    return jnp.einsum("tef,efd,te->td", jax.nn.silu(hidden[:, :, 0]) * hidden[:, :, 1], down, weight)
+    return jnp.einsum(
+        "tef,efd,te->td", jax.nn.silu(hidden[:, :, 0]) * hidden[:, :, 1], down, weight
+    )
 
 
 def expert_load(routing_BTLK, segment_ids_BT, num_experts: int) -> Float[Array, "L E"]:

@@ -7,7 +7,6 @@ Scales are dequantisation multipliers, as `weight_scale_inv` in a block-quantise
 
 from __future__ import annotations
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
@@ -18,7 +17,7 @@ MIN_SCALE_NUMERATOR = 1e-12
 """Keeps the scale of an all-zero block away from 0, so that it dequantises to 0 and not to NaN."""
 
 
-def round_to_e4m3(x: Float[Array, "..."]) -> Float[Array, "..."]:
+def round_to_e4m3(x: Float[Array, ...]) -> Float[Array, ...]:
     """Rounds float32 values in [-448, 448] to the nearest e4m3 number (ties to even), staying in float32.
 
     e4m3 keeps 3 mantissa bits: round off the other 20 of float32 on its bit pattern. Below 2^-6 the format is

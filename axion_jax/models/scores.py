@@ -35,7 +35,9 @@ def make_score_fn(
 
     def score(params: Any, batch: Batch) -> Scores:
         if replay and batch.routing is None:
-            raise ValueError("replay needs Batch.routing, which this batch lacks. Does the engine record experts?")
+            raise ValueError(
+                "replay needs Batch.routing, which this batch lacks. Does the engine record experts?"
+            )
         out = decoder(
             params,
             batch.tokens,
@@ -44,7 +46,13 @@ def make_score_fn(
             batch.routing if replay else None,
         )
         logprobs, entropies = token_logprobs(
-            decoder, params, out.hidden, batch.targets, temperature=temperature, entropy=entropy, chunk=chunk
+            decoder,
+            params,
+            out.hidden,
+            batch.targets,
+            temperature=temperature,
+            entropy=entropy,
+            chunk=chunk,
         )
         values = None
         if decoder.config.value_head:
@@ -91,8 +99,6 @@ def token_logprobs(decoder, params, hidden_BTD, targets_BT, *, temperature, entr
         pad = -n % chunk
         hidden = jnp.pad(hidden, ((0, pad), (0, 0))).reshape(-1, chunk, hidden.shape[-1])
         targets = jnp.pad(targets, (0, pad)).reshape(-1, chunk)
-        logprobs, entropies = jax.lax.map(
-            lambda x: jax.checkpoint(of_chunk)(*x), (hidden, targets)
-        )
+        logprobs, entropies = jax.lax.map(lambda x: jax.checkpoint(of_chunk)(*x), (hidden, targets))
     logprobs, entropies = (x.reshape(-1)[:n].reshape(b, t) for x in (logprobs, entropies))
     return logprobs, entropies if entropy else None

@@ -7,12 +7,10 @@ import difflib
 import types
 import typing
 from collections.abc import Mapping
-from typing import Any, TypeVar
-
-T = TypeVar("T")
+from typing import Any
 
 
-def parse(cls: type[T], section: Mapping[str, Any], where: str) -> T:
+def parse[T](cls: type[T], section: Mapping[str, Any], where: str) -> T:
     """Builds dataclass `cls` from a config section, nested dataclasses included.
 
     Raises:
@@ -24,7 +22,9 @@ def parse(cls: type[T], section: Mapping[str, Any], where: str) -> T:
     for key in section:
         if key not in fields:
             close = difflib.get_close_matches(key, fields, n=1)
-            hint = f" Did you mean {close[0]!r}?" if close else f" Known: {', '.join(sorted(fields))}."
+            hint = (
+                f" Did you mean {close[0]!r}?" if close else f" Known: {', '.join(sorted(fields))}."
+            )
             raise ValueError(f"config.{where}.{key} is not an option of this stage.{hint}")
     missing = [
         name
@@ -56,7 +56,9 @@ def _value(hint: Any, value: Any, where: str) -> Any:
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
     plain = {int: int, float: float, bool: bool, str: str}.get(hint)
-    if plain is not None and (not isinstance(value, plain) or (plain is int and isinstance(value, bool))):
+    if plain is not None and (
+        not isinstance(value, plain) or (plain is int and isinstance(value, bool))
+    ):
         raise ValueError(f"config.{where} must be {plain.__name__}, not {value!r}.")
     if typing.get_origin(hint) is tuple or hint is tuple:
         return tuple(value)

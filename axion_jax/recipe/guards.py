@@ -26,7 +26,9 @@ class GuardConfig:
 
     def __post_init__(self) -> None:
         if self.max_skipped_in_a_row < 1:
-            raise ValueError(f"max_skipped_in_a_row={self.max_skipped_in_a_row} must be at least 1.")
+            raise ValueError(
+                f"max_skipped_in_a_row={self.max_skipped_in_a_row} must be at least 1."
+            )
         if self.max_loss_spike is not None and self.max_loss_spike <= 1:
             raise ValueError(f"max_loss_spike={self.max_loss_spike} must be above 1.")
 

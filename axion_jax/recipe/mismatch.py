@@ -46,10 +46,10 @@ def measure_mismatch(
     known = np.asarray(batch.routing[..., 0] >= 0)
     result = {}
     for name, replay in (("with_replay", True), ("without_replay", False)):
-        score = jax.jit(make_score_fn(decoder, temperature=temperature, replay=replay, entropy=False))
-        found = [
-            score(params, put_one(batch, m, decoder)) for m in range(packed.num_microbatches)
-        ]
+        score = jax.jit(
+            make_score_fn(decoder, temperature=temperature, replay=replay, entropy=False)
+        )
+        found = [score(params, put_one(batch, m, decoder)) for m in range(packed.num_microbatches)]
         logprobs = np.stack([np.asarray(s.logprobs) for s in found])
         routing = np.stack([np.asarray(s.routing) for s in found])
         means = mismatch_metrics(logprobs, batch.sampler_logprobs, batch.loss_mask)

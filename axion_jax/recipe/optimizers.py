@@ -18,7 +18,9 @@ def constant(*, learning_rate: float, warmup_steps: int = 0) -> Schedule:
     """Linear warm-up over `warmup_steps`, then constant."""
     if not warmup_steps:
         return optax.constant_schedule(learning_rate)
-    return optax.warmup_constant_schedule(learning_rate / (warmup_steps + 1), learning_rate, warmup_steps)
+    return optax.warmup_constant_schedule(
+        learning_rate / (warmup_steps + 1), learning_rate, warmup_steps
+    )
 
 
 def cosine(
@@ -26,14 +28,22 @@ def cosine(
 ) -> Schedule:
     """Linear warm-up from 0, then a cosine down to `final_learning_rate` at `num_steps`."""
     if not 0 <= warmup_steps < num_steps:
-        raise ValueError(f"schedule.warmup_steps={warmup_steps} must be below num_steps={num_steps}.")
+        raise ValueError(
+            f"schedule.warmup_steps={warmup_steps} must be below num_steps={num_steps}."
+        )
     return optax.warmup_cosine_decay_schedule(
         0.0, learning_rate, warmup_steps, num_steps, final_learning_rate
     )
 
 
 def adamw(
-    schedule: Schedule, *, b1: float, b2: float, weight_decay: float, max_grad_norm: float, eps: float = 1e-8
+    schedule: Schedule,
+    *,
+    b1: float,
+    b2: float,
+    weight_decay: float,
+    max_grad_norm: float,
+    eps: float = 1e-8,
 ) -> optax.GradientTransformation:
     """AdamW on every parameter (Loshchilov and Hutter 2019, arXiv:1711.05101)."""
     return optax.chain(
@@ -43,7 +53,14 @@ def adamw(
 
 
 def muon(
-    schedule: Schedule, *, beta: float, b1: float, b2: float, weight_decay: float, max_grad_norm: float
+    schedule: Schedule,
+    *,
+    muon_scale: float,
+    beta: float,
+    b1: float,
+    b2: float,
+    weight_decay: float,
+    max_grad_norm: float,
 ) -> optax.GradientTransformation:
     """Muon on the weight matrices of the layers, AdamW (b1, b2) on embeddings, heads, router, norms and biases."""
 
@@ -63,7 +80,8 @@ def muon(
     return optax.chain(
         optax.clip_by_global_norm(max_grad_norm),
         contrib.muon(
-            schedule,
+            lambda step: muon_scale * schedule(step),
+            adam_learning_rate=schedule,
             beta=beta,
             weight_decay=weight_decay,
             adam_b1=b1,
@@ -104,7 +122,9 @@ def make_optimizer(schedule: Schedule, name: str, **options: Any) -> optax.Gradi
     return optax.multi_transform({"trained": inner, "frozen": optax.set_to_zero()}, labels)
 
 
-def bind(table: Mapping[str, Callable], what: str, name: str, options: Mapping[str, Any]) -> Callable:
+def bind(
+    table: Mapping[str, Callable], what: str, name: str, options: Mapping[str, Any]
+) -> Callable:
     """`table[name]`, after checking that it takes exactly these options.
 
     Raises:

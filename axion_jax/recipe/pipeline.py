@@ -14,7 +14,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
-import numpy as np
 from transformers import PreTrainedTokenizerFast
 
 from axion_jax.checkpoint.training import write_json
@@ -137,7 +136,9 @@ def _check_rows(config: RecipeConfig, mesh: jax.sharding.Mesh) -> None:
                 f"config.{name}.rows={stage.rows} must be a multiple of the {mesh.size} devices, which share the rows."
             )
     if config.engine_batch % mesh.size:
-        raise ValueError(f"config.engine_batch={config.engine_batch} must be a multiple of the {mesh.size} devices.")
+        raise ValueError(
+            f"config.engine_batch={config.engine_batch} must be a multiple of the {mesh.size} devices."
+        )
     decoder = Decoder(config.model)
     param_shardings(mesh, decoder.logical_axes(), decoder.abstract_params())
 
@@ -183,7 +184,13 @@ class _Recipe:
             self.prompts, config.sft.mixture, self.tokenizer, seed=config.seed
         )
         params = train_sft(
-            config.sft, self.run_dir, self.decoder, params, demonstrations, pad_id=self.pad_id, seed=config.seed
+            config.sft,
+            self.run_dir,
+            self.decoder,
+            params,
+            demonstrations,
+            pad_id=self.pad_id,
+            seed=config.seed,
         )
         model, self.reward_model_report = train_reward_model(
             config.reward_model,
@@ -234,7 +241,9 @@ class _Recipe:
             seed=self.config.seed,
         )
 
-    def _evaluate(self, task: str, params: Any, version: int) -> tuple[dict[str, Any], list[Sample]]:
+    def _evaluate(
+        self, task: str, params: Any, version: int
+    ) -> tuple[dict[str, Any], list[Sample]]:
         """Held-out results under full-precision sampling."""
         engine = self.engine(None)
         engine.update_weights(params, version)

@@ -45,7 +45,9 @@ class RewardModelConfig:
 
     def __post_init__(self) -> None:
         if min(self.num_steps, self.pairs_per_step, self.num_held_out_pairs, self.rows) < 1:
-            raise ValueError("num_steps, pairs_per_step, num_held_out_pairs and rows must be at least 1.")
+            raise ValueError(
+                "num_steps, pairs_per_step, num_held_out_pairs and rows must be at least 1."
+            )
         make_optimizer(make_schedule(**self.schedule), **self.optimizer)
 
 
@@ -61,7 +63,9 @@ def train_reward_model(
     seed: int,
 ) -> tuple[RewardModel, dict[str, Any]]:
     """The trained model, and how often it prefers the truly better of two held-out answers (a JSON-able dict)."""
-    decoder = dataclasses.replace(policy, config=dataclasses.replace(policy.config, value_head=True))
+    decoder = dataclasses.replace(
+        policy, config=dataclasses.replace(policy.config, value_head=True)
+    )
     head = jax.jit(decoder.init)(jax.random.key(seed))["value_head"]
     schedule = make_schedule(**config.schedule)
     optimizer = make_optimizer(schedule, **config.optimizer)
@@ -84,7 +88,9 @@ def train_reward_model(
         return [
             judged(
                 encode_example(
-                    tokenizer, [*pair.prompt.messages, message], enable_thinking=enable_thinking(pair.prompt)
+                    tokenizer,
+                    [*pair.prompt.messages, message],
+                    enable_thinking=enable_thinking(pair.prompt),
                 ),
                 end_id=pad_id,
                 advantage=sign,
@@ -134,10 +140,16 @@ def train_reward_model(
     return model, report
 
 
-def _scores(model: RewardModel, tokenizer: PreTrainedTokenizerFast, pairs: list[Pair]) -> np.ndarray:
+def _scores(
+    model: RewardModel, tokenizer: PreTrainedTokenizerFast, pairs: list[Pair]
+) -> np.ndarray:
     """[N, 2]: scores of the preferred and the rejected answer."""
     sequences = [
-        encode_example(tokenizer, [*pair.prompt.messages, message], enable_thinking=enable_thinking(pair.prompt))
+        encode_example(
+            tokenizer,
+            [*pair.prompt.messages, message],
+            enable_thinking=enable_thinking(pair.prompt),
+        )
         for pair in pairs
         for message in (pair.chosen, pair.rejected)
     ]

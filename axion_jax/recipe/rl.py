@@ -88,18 +88,29 @@ class RLConfig:
     correction: dict[str, Any] | None = None
 
     def __post_init__(self) -> None:
-        for name in ("num_steps", "prompts_per_step", "updates_per_step", "rows", "evaluate_every", "checkpoint_every"):
+        for name in (
+            "num_steps",
+            "prompts_per_step",
+            "updates_per_step",
+            "rows",
+            "evaluate_every",
+            "checkpoint_every",
+        ):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1.")
         if self.samples_per_prompt < 2:
-            raise ValueError(f"samples_per_prompt={self.samples_per_prompt}: a group needs at least 2 for a baseline.")
+            raise ValueError(
+                f"samples_per_prompt={self.samples_per_prompt}: a group needs at least 2 for a baseline."
+            )
         if self.updates_per_step > self.prompts_per_step:
             raise ValueError(
                 f"updates_per_step={self.updates_per_step} exceeds prompts_per_step={self.prompts_per_step}: some"
                 " updates would get no group."
             )
         if self.temperature <= 0:
-            raise ValueError(f"temperature={self.temperature} must be above 0: a greedy rollout has one answer.")
+            raise ValueError(
+                f"temperature={self.temperature} must be above 0: a greedy rollout has one answer."
+            )
         make_optimizer(make_schedule(**self.schedule), **self.optimizer)
         make_shaping(self.shaping, self.max_response_length)
         make_policy_loss(self.algorithm, self.correction)
@@ -135,7 +146,9 @@ def make_shaping(
 
 def _relative_to_shortest(rewards, lengths, *, max_length: int, coefficient: float):
     correct = np.asarray(rewards) > 0.5
-    return shaping.length_penalty(rewards, lengths, correct, max_length=max_length, coefficient=coefficient)
+    return shaping.length_penalty(
+        rewards, lengths, correct, max_length=max_length, coefficient=coefficient
+    )
 
 
 def _linear(scores, lengths, *, max_length: int, free_length: int, coefficient: float):
@@ -172,7 +185,9 @@ def train_rl(
     score_fn = make_score_fn(decoder, temperature=config.temperature, replay=config.replay_routing)
     recompute = jax.jit(make_score_step(score_fn))
     update = jax.jit(
-        make_update_step(score_fn, make_policy_loss(config.algorithm, config.correction), optimizer),
+        make_update_step(
+            score_fn, make_policy_loss(config.algorithm, config.correction), optimizer
+        ),
         donate_argnums=0,
     )
     keep = _always
@@ -233,7 +248,9 @@ def _always(rewards: Sequence[float]) -> bool:
     return True
 
 
-def shaped_groups(config: RLConfig, groups: Sequence[Sequence[Trajectory]]) -> list[list[Trajectory]]:
+def shaped_groups(
+    config: RLConfig, groups: Sequence[Sequence[Trajectory]]
+) -> list[list[Trajectory]]:
     """The groups with shaped rewards; the raw reward stays among the reward's parts."""
     shape = make_shaping(config.shaping, config.max_response_length)
     out = []
@@ -242,7 +259,11 @@ def shaped_groups(config: RLConfig, groups: Sequence[Sequence[Trajectory]]) -> l
         values = shape(rewards, [t.num_trained for t in group])
         out.append(
             [
-                t.replace(reward=dataclasses.replace(t.reward, value=float(v), parts=t.reward.parts | {"raw": r}))
+                t.replace(
+                    reward=dataclasses.replace(
+                        t.reward, value=float(v), parts=t.reward.parts | {"raw": r}
+                    )
+                )
                 for t, v, r in zip(group, values, rewards, strict=True)
             ]
         )
@@ -255,7 +276,9 @@ def make_batches(
     """One packed batch for each optimizer step, groups dealt out in order; fewer where there are too few groups."""
     groups = shaped_groups(config, groups)
     reduction = make_reduction(config.algorithm["name"])
-    most_rollouts = -(-config.prompts_per_step // config.updates_per_step) * config.samples_per_prompt
+    most_rollouts = (
+        -(-config.prompts_per_step // config.updates_per_step) * config.samples_per_prompt
+    )
     packed = []
     for part in np.array_split(np.arange(len(groups)), config.updates_per_step):
         trajectories = [t for i in part for t in groups[i]]
@@ -306,7 +329,10 @@ def _average(updates: list[dict[str, float]]) -> dict[str, float]:
     if not updates:
         return {"updates": 0.0}
     mean = {name: _mean(u[name] for u in updates) for name in updates[0]}
-    return mean | {"updates": float(len(updates)), "update_skipped": sum(u["update_skipped"] for u in updates)}
+    return mean | {
+        "updates": float(len(updates)),
+        "update_skipped": sum(u["update_skipped"] for u in updates),
+    }
 
 
 def _mean(values) -> float:

@@ -39,11 +39,15 @@ class RunDirectory:
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock = open(self.path / ".lock", "w")  # noqa: SIM115  held while the process lives
         except OSError as error:
-            raise ValueError(f"--workdir={path} cannot be written: {error.strerror}. Choose another.") from None
+            raise ValueError(
+                f"--workdir={path} cannot be written: {error.strerror}. Choose another."
+            ) from None
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise ValueError(f"--workdir={path} is in use by another process. Wait for it or choose another.") from None
+            raise ValueError(
+                f"--workdir={path} is in use by another process. Wait for it or choose another."
+            ) from None
         self._check_config(config)
         self._writer: SummaryWriter | None = None
 
@@ -54,7 +58,9 @@ class RunDirectory:
             try:
                 saved = json.loads(file.read_text())
             except json.JSONDecodeError:
-                raise ValueError(f"{file} is not JSON: the directory is damaged or not a run's. Choose another --workdir.") from None
+                raise ValueError(
+                    f"{file} is not JSON: the directory is damaged or not a run's. Choose another --workdir."
+                ) from None
             different = sorted(_differences(saved, config))
             if different:
                 shown = "; ".join(different[:5]) + ("; ..." if len(different) > 5 else "")
@@ -63,7 +69,9 @@ class RunDirectory:
                     " values to go on with it."
                 )
         elif any(entry.name != ".lock" for entry in self.path.iterdir()):
-            raise ValueError(f"--workdir={self.path} is not empty and holds no run. Choose another.")
+            raise ValueError(
+                f"--workdir={self.path} is not empty and holds no run. Choose another."
+            )
         else:
             write_json(file, config)
 
@@ -85,7 +93,9 @@ class RunDirectory:
 
     def forget_after(self, stage: str, step: int) -> None:
         """Drops metrics of `stage` after `step`: a resumed run writes them again."""
-        self._keep_lines("metrics.jsonl", lambda line: line["stage"] != stage or line["step"] <= step)
+        self._keep_lines(
+            "metrics.jsonl", lambda line: line["stage"] != stage or line["step"] <= step
+        )
 
     def add_samples(self, stage: str, samples: list[dict[str, Any]]) -> None:
         """Replaces the transcripts kept for a stage."""

@@ -52,8 +52,19 @@ class SFTConfig:
     guards: GuardConfig
 
     def __post_init__(self) -> None:
-        if min(self.num_steps, self.examples_per_step, self.num_examples, self.rows, self.row_length) < 1:
-            raise ValueError("num_steps, examples_per_step, num_examples, rows and row_length must be at least 1.")
+        if (
+            min(
+                self.num_steps,
+                self.examples_per_step,
+                self.num_examples,
+                self.rows,
+                self.row_length,
+            )
+            < 1
+        ):
+            raise ValueError(
+                "num_steps, examples_per_step, num_examples, rows and row_length must be at least 1."
+            )
         if any(share <= 0 for share in self.mixture.values()):
             raise ValueError(f"mixture shares must be above 0, not {self.mixture}.")
         make_optimizer(make_schedule(**self.schedule), **self.optimizer)
@@ -105,7 +116,9 @@ def train_sft(
         make_score_fn(decoder, entropy=False),
         make_loss("sft"),
         optimizer,
-        after_update=balance(config.router_bias_update_rate) if config.router_bias_update_rate else None,
+        after_update=balance(config.router_bias_update_rate)
+        if config.router_bias_update_rate
+        else None,
     )
     update = jax.jit(update, donate_argnums=0)
     stage = Stage(
@@ -132,9 +145,7 @@ def train_sft(
     storage = -(-config.examples_per_step // config.rows)  # worst case: one example a row
     while stage.step < config.num_steps:
         before = stage.seconds
-        step_examples = [
-            example.replace(rollout_id=i) for i, example in enumerate(next(examples))
-        ]
+        step_examples = [example.replace(rollout_id=i) for i, example in enumerate(next(examples))]
         weights, denominator = reduction(step_examples)
         packed = pack(
             step_examples,

@@ -86,7 +86,11 @@ class Stage:
         return self._clock.seconds
 
     def finish_step(
-        self, state: Any, metrics: dict[str, float], host: dict[str, Any], updates: list[dict] | None = None
+        self,
+        state: Any,
+        metrics: dict[str, float],
+        host: dict[str, Any],
+        updates: list[dict] | None = None,
     ) -> None:
         """Counts a step, logs it, and writes a checkpoint where one is due.
 
@@ -126,7 +130,9 @@ class Stage:
                     console=console,
                 )
                 self._progress.start()
-                self._progress.add_task(self.name, total=self.num_steps, completed=self.step, text=text)
+                self._progress.add_task(
+                    self.name, total=self.num_steps, completed=self.step, text=text
+                )
             self._progress.update(self._progress.task_ids[0], completed=self.step, text=text)
         elif self.step % max(1, self.num_steps // LINES) == 0 or self.step == self.num_steps:
             left = self.seconds / self.step * (self.num_steps - self.step)
@@ -143,7 +149,9 @@ class Stage:
         self.checkpoints.close()
 
 
-def init_state(params: Any, optimizer: optax.GradientTransformation, decoder: Decoder) -> TrainState:
+def init_state(
+    params: Any, optimizer: optax.GradientTransformation, decoder: Decoder
+) -> TrainState:
     """A fresh train state around `params`, laid out by the sharding rules on the decoder's mesh."""
     mesh = decoder.mesh
     assert mesh is not None

@@ -32,7 +32,9 @@ class Scorer(Protocol):
     async def score(self, sample: Sample) -> Reward | Unscorable: ...
 
 
-def score_all(scorer: Scorer, samples: Sequence[Sample], *, timeout: float) -> list[Reward | Unscorable]:
+def score_all(
+    scorer: Scorer, samples: Sequence[Sample], *, timeout: float
+) -> list[Reward | Unscorable]:
     """Scores samples concurrently. An exception or a time-out (seconds) of the scorer is Unscorable, never a 0."""
 
     async def one(sample: Sample) -> Reward | Unscorable:

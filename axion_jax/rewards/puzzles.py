@@ -18,4 +18,6 @@ class PuzzleScorer:
             return Reward(0.0, reason="called a tool that does not exist")
         entry = sample.prompt.entry
         mark = dataset(sample.prompt.family).score_answer(response.content.strip(), entry)
-        return Reward(float(mark >= 1.0), {"mark": float(mark)}, "right" if mark >= 1.0 else "wrong")
+        return Reward(
+            float(mark >= 1.0), {"mark": float(mark)}, "right" if mark >= 1.0 else "wrong"
+        )

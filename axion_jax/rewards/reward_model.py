@@ -67,17 +67,25 @@ class RewardModel:
     def score_trajectories(self, trajectories: list[Trajectory]) -> np.ndarray:
         """[N] float32: centred scores."""
         sequences = [judged(t, end_id=self._end_id) for t in trajectories]
-        packed = pack_for_scoring(sequences, row_length=self._row_length, rows=self._rows, pad_id=self._end_id)
+        packed = pack_for_scoring(
+            sequences, row_length=self._row_length, rows=self._rows, pad_id=self._end_id
+        )
         values = np.stack(
             [
-                np.asarray(self._values(self.params, jax.device_put(_microbatch(packed, m), self._sharding)))
+                np.asarray(
+                    self._values(
+                        self.params, jax.device_put(_microbatch(packed, m), self._sharding)
+                    )
+                )
                 for m in range(packed.num_microbatches)
             ]
         )
         return np.array([last_value(values, slot) for slot in packed.index]) - self.offset
 
 
-def pack_for_scoring(sequences: list[Trajectory], *, row_length: int, rows: int, pad_id: int) -> Packed:
+def pack_for_scoring(
+    sequences: list[Trajectory], *, row_length: int, rows: int, pad_id: int
+) -> Packed:
     return pack(
         sequences,
         row_length=row_length,

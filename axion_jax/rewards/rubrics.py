@@ -40,4 +40,6 @@ class RubricScorer:
         text = sample.response.content.strip()
         parts = {kind: float(check(text, (kind, value))) for kind, value in sample.prompt.entry}
         broken = [kind for kind, held in parts.items() if not held]
-        return Reward(float(not broken), parts, f"broke {', '.join(broken)}" if broken else "all held")
+        return Reward(
+            float(not broken), parts, f"broke {', '.join(broken)}" if broken else "all held"
+        )

@@ -140,7 +140,9 @@ def collect_groups(
             trajectory = sample.trajectory.replace(rollout_id=number)
             groups.setdefault(trajectory.group_id, []).append(trajectory)
         kept, counts = select_groups(list(groups.values()), num_groups=num_groups, keep=keep)
-    return Collected(kept, samples, rollout_metrics(samples, seconds) | group_metrics(counts, rounds), index)
+    return Collected(
+        kept, samples, rollout_metrics(samples, seconds) | group_metrics(counts, rounds), index
+    )
 
 
 def group_metrics(counts: dict[str, int], rounds: int) -> dict[str, float]:

@@ -96,7 +96,11 @@ class JaxEngine:
           RuntimeError: no weights were pushed yet, or the engine sleeps.
         """
         if self._params is None:
-            state = "sleeps; call wake() and update_weights()" if self._asleep else "has no weights; call update_weights()"
+            state = (
+                "sleeps; call wake() and update_weights()"
+                if self._asleep
+                else "has no weights; call update_weights()"
+            )
             raise RuntimeError(f"The engine {state} before generate().")
         for i, prompt in enumerate(prompts):
             if len(prompt) == 0:
@@ -113,13 +117,17 @@ class JaxEngine:
         width = bucket(max(map(len, prompts)), self.length_multiple)
         tokens = np.zeros((rows, width), np.int32)
         real = np.zeros((rows, width), np.int32)
-        real[len(prompts) :, -1] = 1  # rows that fill up the batch hold one token, and are done from the start
+        real[len(prompts) :, -1] = (
+            1  # rows that fill up the batch hold one token, and are done from the start
+        )
         for i, prompt in enumerate(prompts):
             tokens[i, width - len(prompt) :] = prompt
             real[i, width - len(prompt) :] = 1
         stop_ids = np.full(8, -1, np.int32)
         if len(sampling.stop_ids) > len(stop_ids):
-            raise ValueError(f"{len(sampling.stop_ids)} stop ids; at most {len(stop_ids)} are supported.")
+            raise ValueError(
+                f"{len(sampling.stop_ids)} stop ids; at most {len(stop_ids)} are supported."
+            )
         stop_ids[: len(sampling.stop_ids)] = sampling.stop_ids
         inputs = {
             "tokens": tokens,
@@ -166,14 +174,17 @@ def sample_batch(
     rows, width = tokens.shape
     c = decoder.config
     dtype = routing_dtype(c.num_experts)
-    uniforms = jax.vmap(
-        lambda i: jax.random.uniform(jax.random.fold_in(key, i), (max_slots,))
-    )(inputs["request"])
+    uniforms = jax.vmap(lambda i: jax.random.uniform(jax.random.fold_in(key, i), (max_slots,)))(
+        inputs["request"]
+    )
     positions = jnp.maximum(jnp.cumsum(real, axis=1) - 1, 0)
     prefill = decoder(params, tokens, positions, real)
     room = [(0, 0)] * 3 + [(0, max_slots)]
     caches = [
-        (jnp.pad(k.transpose(0, 2, 3, 1), room), jnp.pad(v.transpose(0, 2, 1, 3), ((0, 0), (0, 0), (0, max_slots), (0, 0))))
+        (
+            jnp.pad(k.transpose(0, 2, 3, 1), room),
+            jnp.pad(v.transpose(0, 2, 1, 3), ((0, 0), (0, 0), (0, max_slots), (0, 0))),
+        )
         for k, v in prefill.caches
     ]
     routing = jnp.pad(
@@ -205,7 +216,12 @@ def sample_batch(
         n = s["n"]
         slot = width + n - 1  # where the last sampled token's key goes
         hidden, used, caches = decoder.decode(
-            params, s["last"], prompt_length + n - 1, s["caches"], visible & (slots < slot)[None], slot
+            params,
+            s["last"],
+            prompt_length + n - 1,
+            s["caches"],
+            visible & (slots < slot)[None],
+            slot,
         )
         drawn = lax.dynamic_index_in_dim(uniforms, n, axis=1, keepdims=False)
         ids, logprobs = pick(decoder.logits(params, hidden), drawn)

@@ -37,7 +37,9 @@ def make_mesh(config: MeshConfig) -> jax.sharding.Mesh:
     for axis, size in sizes.items():
         if size == -1:
             if n % known:
-                raise ValueError(f"mesh: {known} does not divide the {n} devices, so {axis}=-1 cannot be filled in.")
+                raise ValueError(
+                    f"mesh: {known} does not divide the {n} devices, so {axis}=-1 cannot be filled in."
+                )
             sizes[axis] = n // known
     total = sizes["data"] * sizes["fsdp"]
     if total != n:

@@ -1,7 +1,7 @@
 r"""The main job: a tiny GLM-4.5-type MoE through SFT, Reasoning RL, Instruction-Following RL and RLHF on one CPU.
 
-    python launch/recipe.py --config=configs/tiny/recipe.py --workdir=runs/demo
-    python launch/recipe.py --config=configs/tiny/recipe.py:smoke --workdir=runs/smoke   # two steps a stage
+python launch/recipe.py --config=configs/tiny/recipe.py --workdir=runs/demo
+python launch/recipe.py --config=configs/tiny/recipe.py:smoke --workdir=runs/smoke   # two steps a stage
 """
 
 from ml_collections import ConfigDict
@@ -10,7 +10,9 @@ from ml_collections import ConfigDict
 def get_config(variant: str = "full") -> ConfigDict:
     """The recipe; `smoke` takes every stage through two steps."""
     if variant not in ("full", "smoke"):
-        raise ValueError(f"configs/tiny/recipe.py has the variants full and smoke, not {variant!r}.")
+        raise ValueError(
+            f"configs/tiny/recipe.py has the variants full and smoke, not {variant!r}."
+        )
     config = ConfigDict()
     config.seed = 0
     config.engine_batch = 256
@@ -44,9 +46,15 @@ def get_config(variant: str = "full") -> ConfigDict:
             rows=16,
             row_length=128,
             schedule=dict(
-                name="cosine", learning_rate=4e-3, final_learning_rate=2e-4, warmup_steps=20, num_steps=800
+                name="cosine",
+                learning_rate=4e-3,
+                final_learning_rate=2e-4,
+                warmup_steps=20,
+                num_steps=800,
             ),
-            optimizer=dict(name="muon", beta=0.95, b1=0.9, b2=0.95, weight_decay=0.0, max_grad_norm=1.0),
+            optimizer=dict(
+                name="muon", muon_scale=1.0, beta=0.95, b1=0.9, b2=0.95, weight_decay=0.0, max_grad_norm=1.0
+            ),
             router_bias_update_rate=0.004,
             checkpoint_every=100,
             guards=dict(max_skipped_in_a_row=5, max_loss_spike=3.0),
@@ -147,12 +155,19 @@ def get_config(variant: str = "full") -> ConfigDict:
 def _shrink(config: ConfigDict) -> None:
     config.evaluation.update(num_prompts=16, samples_per_prompt=2)
     config.engine_batch = 64
-    config.sft.update(num_steps=2, examples_per_step=16, num_examples=64, rows=8, checkpoint_every=1)
+    config.sft.update(
+        num_steps=2, examples_per_step=16, num_examples=64, rows=8, checkpoint_every=1
+    )
     config.sft.schedule.update(num_steps=2, warmup_steps=1)
     config.reward_model.update(num_steps=2, pairs_per_step=8, num_held_out_pairs=16, rows=8)
     for stage in (config.reasoning_rl, config.instruction_following_rl, config.rlhf):
         stage.update(
-            num_steps=2, prompts_per_step=8, samples_per_prompt=4, rows=8, evaluate_every=1, checkpoint_every=1
+            num_steps=2,
+            prompts_per_step=8,
+            samples_per_prompt=4,
+            rows=8,
+            evaluate_every=1,
+            checkpoint_every=1,
         )
         stage.guards.update(min_entropy=0.0)
     config.reasoning_rl.filter.update(low=-1.0, high=1.0, max_oversampling=1)
