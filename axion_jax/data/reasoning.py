@@ -24,27 +24,20 @@ DIRECT_SHARE = 0.5
 
 GENERATORS: dict[str, dict[str, Any]] = {
     "chain_sum": {"min_terms": 2, "max_terms": 2, "min_digits": 2, "max_digits": 3},
-    "number_filtering": {
-        "min_numbers": 3,
-        "max_numbers": 4,
-        "min_decimals": 0,
-        "max_decimals": 0,
-        "min_value": 0,
-        "max_value": 99,
+    "decimal_chain_sum": {
+        "min_terms": 2,
+        "max_terms": 2,
+        "min_digits": 1,
+        "max_digits": 2,
+        "min_decimal_places": 1,
+        "max_decimal_places": 1,
     },
-    "letter_counting": {"min_words": 1, "max_words": 2},
+    "letter_counting": {"min_words": 2, "max_words": 3},
 }
 """Families of the tiny recipe and the sizes they are asked for."""
 
 PHRASES = (
     "State the final answer to the following arithmetic problem: ",
-    "Keep all numbers larger than ",
-    "Keep all numbers smaller than ",
-    "Remove all numbers larger than ",
-    "Remove all numbers smaller than ",
-    " in this list: ['",
-    "', '",
-    "']\nReturn the new list in the same format.",
     'How many times does the letter "',
     '" appear in the text: "',
     '"?',
@@ -92,34 +85,22 @@ def _make(family: str, rng: random.Random) -> Prompt | None:
 
 
 def trace_sum(entry: dict) -> str | None:
-    """Column by column from the right, "digit+digit+carry=sum"; None for differences below zero."""
-    a, op, b = entry["metadata"]["expression"].split()
-    if op == "-" and int(a) < int(b):
+    """Column by column from the right, "digit+digit+carry=sum"; None for subtractions."""
+    a, op, b = entry["metadata"]["expression"].replace(".", "").split()
+    if op != "+":
         return None
     steps, carry = [], 0
-    for x, y in zip(reversed(a), reversed(b), strict=True):
-        if op == "+":
-            total = int(x) + int(y) + carry
-            steps.append(f"{x}+{y}+{carry}={total}")
-            carry = total // 10
-        else:
-            total = int(x) - int(y) - carry
-            steps.append(f"{x}-{y}-{carry}={total % 10}")
-            carry = int(total < 0)
+    for i in range(max(len(a), len(b))):
+        x, y = (int(n[-1 - i]) if i < len(n) else 0 for n in (a, b))
+        steps.append(f"{x}+{y}+{carry}={x + y + carry}")
+        carry = (x + y + carry) // 10
     return " ".join(steps)
-
-
-def trace_filter(entry: dict) -> str:
-    """Each number with y (kept) or n."""
-    kept = set(entry["metadata"]["result"])
-    numbers = entry["metadata"]["original_numbers"]
-    return " ".join(f"{n}{'y' if n in kept else 'n'}" for n in numbers)
 
 
 def trace_count(entry: dict) -> str | None:
     """The text spelled out with a running count after each letter; None for texts too long to spell."""
     text = re.search(r'in the text: "(.*)"\?$', entry["question"]).group(1)
-    if len(text) > 14:
+    if len(text) > 16:
         return None
     letter, count, out = entry["metadata"]["target_letter"], 0, []
     for character in text:
@@ -130,6 +111,6 @@ def trace_count(entry: dict) -> str | None:
 
 TRACES: dict[str, Callable[[dict], str | None]] = {
     "chain_sum": trace_sum,
-    "number_filtering": trace_filter,
+    "decimal_chain_sum": trace_sum,
     "letter_counting": trace_count,
 }

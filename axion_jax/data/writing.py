@@ -81,6 +81,9 @@ CATEGORY_OF = {word: name for name, words in CATEGORIES.items() for word in word
 
 Constraint = tuple[str, object]
 
+COUNTS = (3, 7)
+"""Fewest and most words asked for."""
+
 CLEAN_SHARE = 0.5
 """Demonstrations that keep every constraint."""
 
@@ -88,14 +91,16 @@ _FIXED = {
     "upper": "Use capital letters.",
     "sorted": "Keep them in alphabetical order.",
     "distinct": "Use no word twice.",
-    "exclaim": "End with an exclamation mark.",
 }
+END_MARKS = {"!": "an exclamation mark", "?": "a question mark", ".": "a period"}
 PHRASES = (
     "Write exactly ",
-    " words.",
+    " words, one on each line.",
     *(f" Use only {name}." for name in CATEGORIES),
     *(f" {text}" for text in _FIXED.values()),
-    " Include the word ",
+    *(f" End with {name}." for name in END_MARKS.values()),
+    ' Start with the word "',
+    '".',
 )
 
 
@@ -104,11 +109,13 @@ def word_constraint(constraint: Constraint) -> str:
     kind, value = constraint
     match kind:
         case "count":
-            return f"Write exactly {value} words."
+            return f"Write exactly {value} words, one on each line."
         case "category":
             return f"Use only {value}."
-        case "include":
-            return f"Include the word {value}."
+        case "start":
+            return f'Start with the word "{value}".'
+        case "end":
+            return f"End with {END_MARKS[value]}."
         case _:
             return _FIXED[kind]
 
@@ -126,11 +133,13 @@ class WritingPrompts(GeneratedPrompts):
 
 
 def _make(family: str, rng: random.Random) -> Prompt:
-    category = rng.choice(sorted(CATEGORIES))
-    constraints: list[Constraint] = [("count", rng.randint(3, 6)), ("category", category)]
-    optional = [kind for kind in (*_FIXED, "include") if rng.random() < 0.4][:4]
-    for kind in optional:
-        constraints.append((kind, rng.choice(CATEGORIES[category]) if kind == "include" else True))
+    count, category = rng.randint(*COUNTS), rng.choice(sorted(CATEGORIES))
+    kinds = [kind for kind in ("start", *_FIXED, "end") if rng.random() < 0.4][:4]
+    # Of a list in alphabetical order the first word must leave enough words after it.
+    starts = CATEGORIES[category][: 13 - count] if "sorted" in kinds else CATEGORIES[category]
+    values = {"start": rng.choice(starts), "end": rng.choice(sorted(END_MARKS))}
+    constraints: list[Constraint] = [("count", count), ("category", category)]
+    constraints += [(kind, values.get(kind, True)) for kind in kinds]
     text = " ".join(map(word_constraint, constraints))
     return make_prompt(family, text, thinking=False, entry=tuple(constraints))
 
@@ -139,12 +148,18 @@ def compose(wanted: dict[str, object], rng: random.Random, broken: str | None) -
     """A word list that keeps every constraint, except that `broken` is not taken care of."""
     count = wanted["count"] + (rng.choice([-1, 1]) if broken == "count" else 0)
     pool = list(WORDS if broken == "category" else CATEGORIES[wanted["category"]])
-    words = rng.sample(pool, count) if broken != "distinct" else rng.choices(pool[:4], k=count)
-    if "include" in wanted and broken != "include" and wanted["include"] not in words:
-        words[rng.randrange(count)] = wanted["include"]
-    if "sorted" in wanted and broken != "sorted":
-        words.sort()
-    text = " ".join(words)
+    first = [wanted["start"]] if "start" in wanted and broken != "start" else []
+    in_order = "sorted" in wanted and broken != "sorted"
+    if first:
+        pool = [word for word in pool if word > first[0] or (word < first[0] and not in_order)]
+    if broken == "distinct":
+        rest = rng.choices(rng.sample(pool, 2), k=count - len(first))
+    else:
+        rest = rng.sample(pool, min(len(pool), count - len(first)))
+    words = first + (sorted(rest) if in_order else rest)
+    text = "\n".join(words)
     if ("upper" in wanted) != (broken == "upper"):
         text = text.upper()
-    return text + ("!" if ("exclaim" in wanted) != (broken == "exclaim") else "")
+    if broken == "end":
+        return text + rng.choice(["", *(mark for mark in END_MARKS if mark != wanted["end"])])
+    return text + wanted.get("end", "")

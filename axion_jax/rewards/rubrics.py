@@ -10,8 +10,8 @@ from axion_jax.types import Reward
 
 
 def words_of(text: str) -> list[str]:
-    """Lower-case words without closing punctuation."""
-    return [word.strip("!.,").lower() for word in text.split(" ")]
+    """Lower-case lines, without a closing mark."""
+    return [line.lower() for line in text.rstrip("!?.").split("\n")]
 
 
 CHECKS: dict[str, Callable[[str, object], bool]] = {
@@ -20,8 +20,8 @@ CHECKS: dict[str, Callable[[str, object], bool]] = {
     "upper": lambda text, _: text == text.upper(),
     "sorted": lambda text, _: words_of(text) == sorted(words_of(text)),
     "distinct": lambda text, _: len(set(words_of(text))) == len(words_of(text)),
-    "exclaim": lambda text, _: text.endswith("!"),
-    "include": lambda text, word: word in words_of(text),
+    "end": lambda text, mark: text.endswith(mark),
+    "start": lambda text, word: words_of(text)[0] == word,
 }
 
 

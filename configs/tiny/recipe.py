@@ -39,21 +39,27 @@ def get_config(variant: str = "full") -> ConfigDict:
 
     config.sft = ConfigDict(
         dict(
-            num_steps=800,
-            examples_per_step=96,
-            num_examples=40_000,
-            mixture=dict(reasoning=0.6, instruction_following=0.25, preference=0.15),
+            num_steps=700,
+            examples_per_step=128,
+            num_examples=100_000,
+            mixture=dict(reasoning=0.45, instruction_following=0.35, preference=0.2),
             rows=16,
             row_length=128,
             schedule=dict(
                 name="cosine",
-                learning_rate=4e-3,
+                learning_rate=3e-3,
                 final_learning_rate=2e-4,
                 warmup_steps=20,
-                num_steps=800,
+                num_steps=700,
             ),
             optimizer=dict(
-                name="muon", muon_scale=1.0, beta=0.95, b1=0.9, b2=0.95, weight_decay=0.0, max_grad_norm=1.0
+                name="muon",
+                muon_scale=4.0,
+                beta=0.95,
+                b1=0.9,
+                b2=0.95,
+                weight_decay=0.0,
+                max_grad_norm=1.0,
             ),
             router_bias_update_rate=0.004,
             checkpoint_every=100,
