@@ -13,6 +13,7 @@ import sys
 from absl import app, flags, logging
 from ml_collections import config_flags
 
+from axion_jax.evaluation import report
 from axion_jax.recipe.guards import StageStopped
 from axion_jax.recipe.pipeline import run_recipe
 
@@ -25,10 +26,11 @@ def main(_) -> None:
     if not flags.FLAGS["verbosity"].present:
         logging.set_verbosity(logging.WARNING)  # Orbax reports every file at INFO
     try:
-        summary = run_recipe(CONFIG.value.to_dict(), WORKDIR.value)
+        run_recipe(CONFIG.value.to_dict(), str(WORKDIR.value))
     except (ValueError, StageStopped) as error:
         sys.exit(f"Error: {error}")
-    print(summary)
+    report.print_tables(WORKDIR.value)
+    print(f"Report: {report.write_report(WORKDIR.value)}")
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ from axion_jax.data import preference, reasoning, writing
 from axion_jax.data import tokenizer as tokenizers
 from axion_jax.data.chat import encode_prompt
 from axion_jax.evaluation.evaluate import EvaluationConfig, evaluate
+from axion_jax.evaluation.report import write_report
 from axion_jax.models.config import ModelConfig
 from axion_jax.models.decoder import Decoder
 from axion_jax.recipe.config import parse
@@ -209,7 +210,7 @@ class _Recipe:
         for name, rl in config.rl_stages.items():
             params = self._train_rl(name, rl, params)
             self._finish(name, params, rl.algorithm["name"].upper())
-        return self._summary()
+        return self._summarize()
 
     def engine(self, high_precision_layers: int | None) -> JaxEngine:
         """The embedded engine of a precision; stages share it, and with it what it compiled."""
@@ -273,6 +274,7 @@ class _Recipe:
         if name == "sft":
             done["mismatch"] = self._mismatch(params)
         write_json(file, done | {"evaluation_seconds": clock.seconds})
+        self._summarize()
 
     def _mismatch(self, params: Any) -> dict[str, Any]:
         """Trainer against FP8 sampler on training prompts of the first RL stage, before it begins."""
@@ -303,24 +305,26 @@ class _Recipe:
             pad_id=self.pad_id,
         )
 
-    def _summary(self) -> dict[str, Any]:
-        """summary.json: what the report is made from."""
+    def _summarize(self) -> dict[str, Any]:
+        """Writes summary.json and report.html from the stages that are done."""
         stages = []
         for name in ("sft", *self.config.rl_stages):
-            done = json.loads((self.run_dir.path / name / "done.json").read_text())
-            done["wall_seconds"] = self._stage_seconds(name) + done.pop("evaluation_seconds")
-            stages.append(done)
-        mismatch = stages[0].pop("mismatch")
+            file = self.run_dir.path / name / "done.json"
+            if file.exists():
+                done = json.loads(file.read_text())
+                done["wall_seconds"] = self._stage_seconds(name) + done.pop("evaluation_seconds")
+                stages.append(done)
         model = json.loads((self.run_dir.path / "reward_model" / "done.json").read_text())
         summary = {
             "wall_seconds": sum(s["wall_seconds"] for s in stages) + model["seconds"],
             "seed": self.config.seed,
             "stages": stages,
-            "mismatch": mismatch,
+            "mismatch": stages[0].pop("mismatch"),
             "reward_model": model,
             "peak_memory_gb": peak_memory_gb(),
         }
         write_json(self.run_dir.path / "summary.json", summary)
+        write_report(self.run_dir.path)
         return summary
 
     def _stage_seconds(self, name: str) -> float:
