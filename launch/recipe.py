@@ -8,6 +8,7 @@ Kill it at any time and start it again with the same command: it goes on where i
 
 from __future__ import annotations
 
+import pathlib
 import sys
 
 from absl import app, flags, logging
@@ -29,8 +30,8 @@ def main(_) -> None:
         run_recipe(CONFIG.value.to_dict(), str(WORKDIR.value))
     except (ValueError, StageStopped) as error:
         sys.exit(f"Error: {error}")
-    report.print_tables(WORKDIR.value)
-    print(f"Report: {report.write_report(WORKDIR.value)}")
+    report.print_tables(str(WORKDIR.value))
+    print(f"Report: {pathlib.Path(str(WORKDIR.value)) / 'report.html'}")
 
 
 if __name__ == "__main__":

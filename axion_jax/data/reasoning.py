@@ -8,7 +8,6 @@ mixture answers either way, and RL finds out which way is right more often.
 from __future__ import annotations
 
 import random
-import re
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -99,7 +98,7 @@ def trace_sum(entry: dict) -> str | None:
 
 def trace_count(entry: dict) -> str | None:
     """The text spelled out with a running count after each letter; None for texts too long to spell."""
-    text = re.search(r'in the text: "(.*)"\?$', entry["question"]).group(1)
+    text = " ".join(entry["metadata"]["span"])
     if len(text) > 16:
         return None
     letter, count, out = entry["metadata"]["target_letter"], 0, []

@@ -7,6 +7,7 @@ and demonstrated.
 from __future__ import annotations
 
 import random
+from typing import Any
 
 from axion_jax.data.prompts import GeneratedPrompts, Message, Prompt, make_prompt
 
@@ -79,7 +80,7 @@ CATEGORIES: dict[str, tuple[str, ...]] = {
 WORDS = tuple(word for words in CATEGORIES.values() for word in words)
 CATEGORY_OF = {word: name for name, words in CATEGORIES.items() for word in words}
 
-Constraint = tuple[str, object]
+Constraint = tuple[str, Any]
 
 COUNTS = (3, 7)
 """Fewest and most words asked for."""
@@ -144,7 +145,7 @@ def _make(family: str, rng: random.Random) -> Prompt:
     return make_prompt(family, text, thinking=False, entry=tuple(constraints))
 
 
-def compose(wanted: dict[str, object], rng: random.Random, broken: str | None) -> str:
+def compose(wanted: dict[str, Any], rng: random.Random, broken: str | None) -> str:
     """A word list that keeps every constraint, except that `broken` is not taken care of."""
     count = wanted["count"] + (rng.choice([-1, 1]) if broken == "count" else 0)
     pool = list(WORDS if broken == "category" else CATEGORIES[wanted["category"]])

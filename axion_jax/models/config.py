@@ -55,11 +55,18 @@ class ModelConfig:
             "num_heads",
             "num_kv_heads",
             "head_dim",
+            "intermediate_size",
+            "moe_intermediate_size",
             "num_experts",
             "num_experts_per_token",
+            "num_groups",
         ):
             if getattr(self, name) < 1:
                 raise ValueError(f"model.{name}={getattr(self, name)} must be at least 1.")
+        if self.num_shared_experts < 0:
+            raise ValueError(
+                f"model.num_shared_experts={self.num_shared_experts} must be at least 0."
+            )
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
                 f"num_heads={self.num_heads} must be a multiple of num_kv_heads={self.num_kv_heads}."

@@ -59,9 +59,11 @@ class Block(nn.Module):
         return x, used, cache
 
     def _mlp(self, x, routing):
-        if not self.is_moe:
-            return x + self.mlp(self.mlp_norm(x)), None
-        y, used = self.mlp(self.mlp_norm(x), routing)
+        normed = self.mlp_norm(x)
+        if isinstance(self.mlp, moe.MoE):
+            y, used = self.mlp(normed, routing)
+        else:
+            y, used = self.mlp(normed), None
         return x + y, used
 
 
@@ -249,8 +251,9 @@ class Decoder:
         x = jnp.take(params["embed"], tokens_B, axis=0).astype(self.dtype)[:, None]
         used, updated = [], []
         for (layer, weights, j), cache in zip(self._layers(params), caches, strict=True):
-            x, ids, cache = layer.apply(
-                {"params": weights},
+            x, ids, cache = _apply(
+                layer,
+                weights,
                 x,
                 positions_B[:, None],
                 cache,
@@ -269,8 +272,13 @@ class Decoder:
         return (hidden @ params["head"].astype(hidden.dtype)).astype(jnp.float32)
 
 
-def _run(layer: Block, weights, x, positions, mask, forced):
-    return layer.apply({"params": weights}, x, positions, mask, forced)
+def _apply(layer: Block, weights: Params, *args: Any, method: str | None = None) -> Any:
+    """Flax's `apply`, whose declared type says nothing of what a layer returns."""
+    return layer.apply({"params": weights}, *args, method=method)
+
+
+def _run(layer: Block, weights: Params, x, positions, mask, forced):
+    return _apply(layer, weights, x, positions, mask, forced)
 
 
 def _no_routing(tokens, config: ModelConfig):

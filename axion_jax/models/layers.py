@@ -8,6 +8,7 @@ E experts  K experts per token  L layers  S cache slots
 from __future__ import annotations
 
 import functools
+from typing import cast
 
 import flax.linen as nn
 import jax
@@ -23,7 +24,7 @@ def declare(
 ) -> jax.Array:
     """Declares one float32 parameter of `module` together with its logical axes (sharding/rules.py maps them)."""
     assert len(shape) == len(axes), (name, shape, axes)
-    return module.param(name, nn.with_partitioning(init, axes), shape, jnp.float32)
+    return cast(jax.Array, module.param(name, nn.with_partitioning(init, axes), shape, jnp.float32))
 
 
 def weight_init(config: ModelConfig, fan_in: int, *, residual: bool = False):

@@ -7,17 +7,18 @@ import difflib
 import types
 import typing
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 
 def parse[T](cls: type[T], section: Mapping[str, Any], where: str) -> T:
-    """Builds dataclass `cls` from a config section, nested dataclasses included.
+    """Builds dataclass `cls` from the config section at dotted path `where`, nested ones included.
 
     Raises:
       ValueError: a key that `cls` has no use for (answered with the nearest), one that is missing, a value of the wrong
         type, or whatever the dataclass itself refuses. The message names the place, as `config.<where>.<key>`.
     """
-    fields = {field.name: field for field in dataclasses.fields(cls)}
+    prefix = f"config.{where}." if where else "config."
+    fields = {field.name: field for field in dataclasses.fields(cast(Any, cls))}
     hints = typing.get_type_hints(cls)
     for key in section:
         if key not in fields:
@@ -25,7 +26,7 @@ def parse[T](cls: type[T], section: Mapping[str, Any], where: str) -> T:
             hint = (
                 f" Did you mean {close[0]!r}?" if close else f" Known: {', '.join(sorted(fields))}."
             )
-            raise ValueError(f"config.{where}.{key} is not an option of this stage.{hint}")
+            raise ValueError(f"{prefix}{key} is not an option here.{hint}")
     missing = [
         name
         for name, field in fields.items()
@@ -34,12 +35,15 @@ def parse[T](cls: type[T], section: Mapping[str, Any], where: str) -> T:
         and field.default_factory is dataclasses.MISSING
     ]
     if missing:
-        raise ValueError(f"config.{where} lacks {', '.join(missing)}.")
-    values = {key: _value(hints[key], value, f"{where}.{key}") for key, value in section.items()}
+        raise ValueError(f"{prefix.removesuffix('.')} lacks {', '.join(missing)}.")
+    values = {
+        key: _value(hints[key], value, f"{where}.{key}".lstrip("."))
+        for key, value in section.items()
+    }
     try:
         return cls(**values)
     except ValueError as error:
-        raise ValueError(f"config.{where}: {error}") from None
+        raise ValueError(f"{prefix.removesuffix('.')}: {error}") from None
 
 
 def _value(hint: Any, value: Any, where: str) -> Any:
@@ -50,7 +54,7 @@ def _value(hint: Any, value: Any, where: str) -> Any:
     if dataclasses.is_dataclass(hint):
         if not isinstance(value, Mapping):
             raise ValueError(f"config.{where} must be a section, not {value!r}.")
-        return parse(hint, value, where)
+        return parse(cast(Any, hint), value, where)
     if hint is dict or typing.get_origin(hint) is dict:
         return dict(value)
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
@@ -61,5 +65,5 @@ def _value(hint: Any, value: Any, where: str) -> Any:
     ):
         raise ValueError(f"config.{where} must be {plain.__name__}, not {value!r}.")
     if typing.get_origin(hint) is tuple or hint is tuple:
-        return tuple(value)
+        return tuple(cast(Any, value))
     return value

@@ -43,6 +43,7 @@ def measure_mismatch(
         with_sampler_logprobs=True,
     )
     batch = packed.batch
+    assert batch.routing is not None and batch.sampler_logprobs is not None
     known = np.asarray(batch.routing[..., 0] >= 0)
     result = {}
     for name, replay in (("with_replay", True), ("without_replay", False)):
@@ -68,5 +69,5 @@ def measure_mismatch(
 
 def put_one(batch, m: int, decoder: Decoder):
     """Micro-batch m on the devices, without the stacking axis."""
-    stacked = put_microbatches(jax.tree.map(lambda x: x[m : m + 1], batch), decoder.mesh)
+    stacked = put_microbatches(jax.tree.map(lambda x: x[m : m + 1], batch), decoder)
     return jax.tree.map(lambda x: x[0], stacked)

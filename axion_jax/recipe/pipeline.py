@@ -30,7 +30,7 @@ from axion_jax.recipe.reward_model import RewardModelConfig, train_reward_model
 from axion_jax.recipe.rl import RLConfig, train_rl
 from axion_jax.recipe.run import RunDirectory, Stopwatch, peak_memory_gb
 from axion_jax.recipe.sft import Demonstrations, SFTConfig, train_sft
-from axion_jax.recipe.stage import console
+from axion_jax.recipe.stage import console, mesh_of
 from axion_jax.rewards.base import Sample
 from axion_jax.rewards.puzzles import PuzzleScorer
 from axion_jax.rewards.reward_model import RewardModelScorer
@@ -99,7 +99,7 @@ def run_recipe(config: Mapping[str, Any], workdir: str | pathlib.Path) -> dict[s
       ValueError: a mistake in the config or the directory, before anything compiles.
       StageStopped: a guard stopped a stage.
     """
-    parsed = parse(RecipeConfig, config, "recipe")
+    parsed = parse(RecipeConfig, config, "")
     mesh = make_mesh(parsed.mesh)
     _check_rows(parsed, mesh)
     tokenizer = build_tokenizer()
@@ -178,7 +178,7 @@ class _Recipe:
         config = self.config
         key = jax.random.key(config.seed)
         shardings = param_shardings(
-            self.decoder.mesh, self.decoder.logical_axes(), self.decoder.abstract_params()
+            mesh_of(self.decoder), self.decoder.logical_axes(), self.decoder.abstract_params()
         )
         params = jax.jit(self.decoder.init, out_shardings=shardings)(key)
         demonstrations = Demonstrations(

@@ -19,7 +19,7 @@ from axion_jax.models.scores import make_score_fn
 from axion_jax.recipe.guards import GuardConfig
 from axion_jax.recipe.optimizers import make_optimizer, make_schedule
 from axion_jax.recipe.run import RunDirectory
-from axion_jax.recipe.stage import Stage, init_state, put_microbatches, to_floats
+from axion_jax.recipe.stage import Stage, init_state, mesh_of, put_microbatches, to_floats
 from axion_jax.rewards.reward_model import RewardModel, judged
 from axion_jax.rl.algorithms import make_loss, make_reduction
 from axion_jax.rl.update import make_update_step
@@ -119,7 +119,7 @@ def train_reward_model(
             together=2,
         )
         learning_rate = float(schedule(int(state.step)))
-        batch = put_microbatches(packed.batch, decoder.mesh)
+        batch = put_microbatches(packed.batch, decoder)
         state, metrics = update(state, batch, np.int32(packed.num_microbatches))
         stage.finish_step(state, to_floats(metrics) | {"learning_rate": learning_rate}, {})
     stage.close()
@@ -131,7 +131,7 @@ def train_reward_model(
         end_id=pad_id,
         row_length=config.row_length,
         rows=config.rows,
-        sharding=batch_sharding(decoder.mesh),
+        sharding=batch_sharding(mesh_of(decoder)),
     )
     pairs = [make_pair(prompts, prompts.train(i), i) for i in range(CENTRING_PAIRS)]
     model.offset = float(np.mean(_scores(model, tokenizer, pairs)))

@@ -15,7 +15,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import jax
 import numpy as np
@@ -38,7 +38,7 @@ from axion_jax.rl.filters import mean_reward_window
 from axion_jax.rl.update import make_score_step, make_update_step
 from axion_jax.rollout.collect import Collected, Task, collect_groups
 from axion_jax.rollout.engine import Engine, Sampling
-from axion_jax.types import Trajectory
+from axion_jax.types import Reward, Trajectory
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -233,7 +233,7 @@ def train_rl(
             updates.append(to_floats(result))
         metrics |= _average(updates) | _recomputed_metrics(batches, placed)
         metrics["reward"] = _mean(
-            t.reward.value for group in shaped_groups(config, collected.groups) for t in group
+            reward_of(t).value for group in shaped_groups(config, collected.groups) for t in group
         )
         metrics["tokens_per_second"] = metrics["sampled_tokens"] / (stage.seconds - before)
         if (stage.step + 1) % config.evaluate_every == 0 or stage.step + 1 == config.num_steps:
@@ -255,19 +255,23 @@ def shaped_groups(
     shape = make_shaping(config.shaping, config.max_response_length)
     out = []
     for group in groups:
-        rewards = [t.reward.value for t in group]
+        rewards = [reward_of(t).value for t in group]
         values = shape(rewards, [t.num_trained for t in group])
         out.append(
             [
                 t.replace(
-                    reward=dataclasses.replace(
-                        t.reward, value=float(v), parts=t.reward.parts | {"raw": r}
-                    )
+                    reward=Reward(float(v), reward_of(t).parts | {"raw": r}, reward_of(t).reason)
                 )
                 for t, v, r in zip(group, values, rewards, strict=True)
             ]
         )
     return out
+
+
+def reward_of(trajectory: Trajectory) -> Reward:
+    """The reward of a trajectory in a kept group: unscored ones have left it."""
+    assert trajectory.reward is not None
+    return trajectory.reward
 
 
 def make_batches(
@@ -307,7 +311,7 @@ def make_batches(
 
 def _with_old_logprobs(packed: Packed, params: Any, recompute, decoder: Decoder):
     """The batch on the devices with `old_logprobs` filled in, and the entropies found on the way."""
-    batch = put_microbatches(packed.batch, decoder.mesh)
+    batch = put_microbatches(packed.batch, decoder)
     scores = recompute(params, batch, np.int32(packed.num_microbatches))
     return dataclasses.replace(batch, old_logprobs=scores["logprobs"]), scores["entropy"]
 
@@ -317,7 +321,7 @@ def _recomputed_metrics(batches: list[Packed], placed) -> dict[str, float]:
     if not batches:
         return {}
     mask = np.concatenate([p.batch.loss_mask.ravel() for p in batches])
-    sampler = np.concatenate([p.batch.sampler_logprobs.ravel() for p in batches])
+    sampler = np.concatenate([np.ravel(cast(Any, p.batch.sampler_logprobs)) for p in batches])
     old = np.concatenate([np.asarray(batch.old_logprobs).ravel() for batch, _ in placed])
     entropy = np.concatenate([np.asarray(e).ravel() for _, e in placed])
     found = {k: float(m.value) for k, m in mismatch_metrics(old, sampler, mask).items()}
@@ -353,8 +357,8 @@ def save_trajectories(stage: Stage, collected: Collected) -> None:
             "kept": t.group_id in kept,
             "token_ids": t.token_ids.tolist(),
             "loss_mask": t.loss_mask.tolist(),
-            "sampler_logprobs": t.sampler_logprobs.tolist(),
-            "policy_version": int(t.policy_version.max()),
+            "sampler_logprobs": None if t.sampler_logprobs is None else t.sampler_logprobs.tolist(),
+            "policy_version": None if t.policy_version is None else int(t.policy_version.max()),
             "stop_reason": t.stop_reason.value,
             "reward": t.reward.value if t.reward else None,
             "reason": t.reward.reason if t.reward else "unscorable",

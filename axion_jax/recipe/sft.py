@@ -157,7 +157,7 @@ def train_sft(
             microbatches=storage,
         )
         learning_rate = float(schedule(int(state.step)))
-        batch = put_microbatches(packed.batch, decoder.mesh)
+        batch = put_microbatches(packed.batch, decoder)
         state, metrics = update(state, batch, np.int32(packed.num_microbatches))
         metrics = to_floats(metrics)
         tokens = sum(len(e.loss_mask) for e in step_examples)

@@ -17,7 +17,7 @@ import pathlib
 from typing import Any
 
 import jax
-import numpy as np
+import jax.numpy as jnp
 import optax
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -149,24 +149,29 @@ class Stage:
         self.checkpoints.close()
 
 
+def mesh_of(decoder: Decoder) -> jax.sharding.Mesh:
+    """The mesh a recipe's decoder runs on; a recipe always has one, if only of one device."""
+    assert decoder.mesh is not None
+    return decoder.mesh
+
+
 def init_state(
     params: Any, optimizer: optax.GradientTransformation, decoder: Decoder
 ) -> TrainState:
     """A fresh train state around `params`, laid out by the sharding rules on the decoder's mesh."""
-    mesh = decoder.mesh
-    assert mesh is not None
+    mesh = mesh_of(decoder)
     shardings = param_shardings(mesh, decoder.logical_axes(), decoder.abstract_params())
 
     def build(params):
-        return TrainState(np.int32(0), params, optimizer.init(params), np.int32(0))
+        return TrainState(jnp.int32(0), params, optimizer.init(params), jnp.int32(0))
 
     abstract = jax.eval_shape(build, params)
     return jax.jit(build, out_shardings=state_shardings(mesh, shardings, abstract))(params)
 
 
-def put_microbatches(batch: Any, mesh: jax.sharding.Mesh) -> Any:
+def put_microbatches(batch: Any, decoder: Decoder) -> Any:
     """Stacked micro-batches [M, B, ...] on the devices, rows over the batch axes."""
-    return jax.device_put(batch, batch_sharding(mesh, leading=1))
+    return jax.device_put(batch, batch_sharding(mesh_of(decoder), leading=1))
 
 
 def to_floats(metrics: dict[str, Any]) -> dict[str, float]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from axion_jax.data.writing import CATEGORIES, WORDS, Constraint
 from axion_jax.rewards.base import Sample
@@ -14,7 +15,7 @@ def words_of(text: str) -> list[str]:
     return [line.lower() for line in text.rstrip("!?.").split("\n")]
 
 
-CHECKS: dict[str, Callable[[str, object], bool]] = {
+CHECKS: dict[str, Callable[[str, Any], bool]] = {
     "count": lambda text, n: len(words_of(text)) == n and all(w in WORDS for w in words_of(text)),
     "category": lambda text, name: all(word in CATEGORIES[name] for word in words_of(text)),
     "upper": lambda text, _: text == text.upper(),
