@@ -1,4 +1,7 @@
-"""What a model is: sizes and switches of the GLM-4.5 family (Glm4Moe), checked when they are put together.
+"""What a model is: sizes and switches of one decoder, checked when they are put together.
+
+One set of fields covers GLM-4.5's mixture of experts (Glm4Moe) and the dense families that share its layer (Qwen3, Llama):
+a dense model has `num_dense_layers == num_layers` and no experts.
 
 Field names say what a thing is; `checkpoint/` maps them from a Hugging Face `config.json`. The surprise for newcomers:
 `head_dim` is never derived (GLM-4.5-Air has 96 heads of 128 on a width of 4096).
@@ -11,7 +14,7 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """A GLM-4.5-type mixture-of-experts decoder.
+    """A decoder, dense or with mixture-of-experts layers.
 
     Layers 0 .. num_dense_layers-1 have a dense MLP, the rest `num_experts` routed experts and `num_shared_experts`
     shared ones. Token choice is sigmoid + correction bias (selection only), optionally limited to the best
@@ -26,12 +29,12 @@ class ModelConfig:
     head_dim: int
     intermediate_size: int
     """Width of the dense MLP layers."""
-    moe_intermediate_size: int
+    num_dense_layers: int
+    moe_intermediate_size: int = 0
     """Width of one expert."""
-    num_experts: int
-    num_experts_per_token: int
-    num_shared_experts: int = 1
-    num_dense_layers: int = 1
+    num_experts: int = 0
+    num_experts_per_token: int = 0
+    num_shared_experts: int = 0
     num_groups: int = 1
     topk_groups: int = 1
     norm_topk_prob: bool = True
@@ -44,8 +47,12 @@ class ModelConfig:
     rms_norm_eps: float = 1e-5
     initializer_range: float | None = None
     """Standard deviation of initial weights; None: 1 / sqrt(fan in), which suits training from scratch at small width."""
+    tie_embeddings: bool = False
+    """The vocabulary head is the embedding itself: there is no `head` leaf."""
+    vocab_head: bool = True
+    """False for a sequence classifier, which has a scalar head only."""
     value_head: bool = False
-    """A scalar output per position beside the vocabulary head: reward models."""
+    """A scalar output per position: reward models."""
 
     def __post_init__(self) -> None:
         for name in (
@@ -55,11 +62,6 @@ class ModelConfig:
             "num_heads",
             "num_kv_heads",
             "head_dim",
-            "intermediate_size",
-            "moe_intermediate_size",
-            "num_experts",
-            "num_experts_per_token",
-            "num_groups",
         ):
             if getattr(self, name) < 1:
                 raise ValueError(f"model.{name}={getattr(self, name)} must be at least 1.")
@@ -75,11 +77,27 @@ class ModelConfig:
             raise ValueError(
                 f"num_dense_layers={self.num_dense_layers} must lie in 0..num_layers={self.num_layers}."
             )
+        if self.num_dense_layers and self.intermediate_size < 1:
+            raise ValueError(f"model.intermediate_size={self.intermediate_size} must be at least 1.")
         if self.rotary_dim % 2 or not 0 < self.rotary_dim <= self.head_dim:
             raise ValueError(
                 f"head_dim={self.head_dim} times partial_rotary_factor={self.partial_rotary_factor} must be an even"
                 f" number of rotated dimensions within the head, not {self.rotary_dim}."
             )
+        if not self.vocab_head and not self.value_head:
+            raise ValueError(
+                "vocab_head=False and value_head=False leave the model without output."
+            )
+        if self.num_moe_layers:
+            self._check_experts()
+
+    def _check_experts(self) -> None:
+        for name in ("num_experts", "num_experts_per_token", "moe_intermediate_size"):
+            if getattr(self, name) < 1:
+                raise ValueError(
+                    f"model.{name}={getattr(self, name)} must be at least 1, since num_dense_layers="
+                    f"{self.num_dense_layers} of {self.num_layers} leaves mixture-of-experts layers."
+                )
         if self.num_experts_per_token > self.num_experts:
             raise ValueError(
                 f"num_experts_per_token={self.num_experts_per_token} exceeds num_experts={self.num_experts}."
@@ -127,6 +145,8 @@ GLM_45_AIR = ModelConfig(
     head_dim=128,
     intermediate_size=10_944,
     moe_intermediate_size=1408,
+    num_dense_layers=1,
     num_experts=128,
     num_experts_per_token=8,
+    num_shared_experts=1,
 )

@@ -3,7 +3,10 @@
 Flax names and initialises the parameters of one layer; layers of a kind are stacked on a leading axis, so that outside
 this package parameters are one nested dict of few leaves:
 
-    embed [V, D]   dense/... [L_dense, ...]   moe/... [L_moe, ...]   final_norm [D]   head [D, V]   (value_head [D, 1])
+    embed [V, D]   dense/... [L_dense, ...]   moe/... [L_moe, ...]   final_norm [D]   head [D, V]   value_head [D, 1]
+
+Of these `dense` or `moe` is absent where there are no such layers, `head` where it is tied or the model has none, `value_head`
+where there is none.
 
 `Decoder` is a value: a config plus how to run it (dtype, mesh, scan). Its methods are pure functions of `params`. One
 class serves training, scoring, prefill and decoding, so trainer and engine cannot drift apart.
@@ -136,12 +139,13 @@ class Decoder:
 
         params = {
             "embed": leaf(next(keys), (c.vocab_size, c.hidden_size), ("vocab", "embed"), 0.5),
-            "head": leaf(
-                next(keys), (c.hidden_size, c.vocab_size), ("embed", "vocab"), c.hidden_size**-0.5
-            ),
             "final_norm": nn.Partitioned(jnp.ones(c.hidden_size), ("embed",)),
         }
-        dense_key, moe_key, value_key = next(keys), next(keys), next(keys)
+        head_key, dense_key, moe_key, value_key = keys
+        if c.vocab_head and not c.tie_embeddings:
+            params["head"] = leaf(
+                head_key, (c.hidden_size, c.vocab_size), ("embed", "vocab"), c.hidden_size**-0.5
+            )
         if c.num_dense_layers:
             params["dense"] = stack(False, c.num_dense_layers, dense_key)
         if c.num_moe_layers:
@@ -265,11 +269,13 @@ class Decoder:
             if j is not None:
                 used.append(ids[:, 0])
         hidden = rms_norm(x[:, 0], params["final_norm"], self.config.rms_norm_eps)
-        return hidden, jnp.stack(used, axis=1), updated
+        routing = jnp.stack(used, axis=1) if used else _no_routing(tokens_B, self.config)
+        return hidden, routing, updated
 
     def logits(self, params: Params, hidden) -> jax.Array:
         """[..., V] float32."""
-        return (hidden @ params["head"].astype(hidden.dtype)).astype(jnp.float32)
+        head = params["embed"].T if self.config.tie_embeddings else params["head"]
+        return (hidden @ head.astype(hidden.dtype)).astype(jnp.float32)
 
 
 def _apply(layer: Block, weights: Params, *args: Any, method: str | None = None) -> Any:

@@ -45,6 +45,10 @@ def make_score_fn(
             batch.segment_ids,
             batch.routing if replay else None,
         )
+        if not decoder.config.vocab_head:
+            raise ValueError(
+                "This model has no vocabulary head, so its log-probs do not exist; use make_value_fn."
+            )
         logprobs, entropies = token_logprobs(
             decoder,
             params,
@@ -62,7 +66,9 @@ def make_score_fn(
             entropy=entropies,
             values=values,
             routing=out.routing,
-            expert_load=expert_load(out.routing, batch.segment_ids, decoder.config.num_experts),
+            expert_load=expert_load(out.routing, batch.segment_ids, decoder.config.num_experts)
+            if decoder.config.num_moe_layers
+            else None,
         )
 
     return score

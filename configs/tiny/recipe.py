@@ -29,6 +29,8 @@ def get_config(variant: str = "full") -> ConfigDict:
             moe_intermediate_size=48,
             num_experts=8,
             num_experts_per_token=2,
+            num_shared_experts=1,
+            num_dense_layers=1,
             rope_theta=10_000.0,
         )
     )
