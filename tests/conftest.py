@@ -1,5 +1,6 @@
 """Every test sees eight CPU devices, strict ranks and annotated shapes checked as they run."""
 
+import math
 import os
 
 # Before the first import of jax, which reads both once.
@@ -10,7 +11,10 @@ if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", "")
     ).strip()
 
 import jax
+import jax.numpy as jnp
 import jaxtyping
+import numpy as np
+import pytest
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
@@ -19,3 +23,86 @@ jaxtyping.install_import_hook(
     ["axion_jax.rl", "axion_jax.models", "axion_jax.sharding"],
     "beartype.beartype(conf=beartype.BeartypeConf(is_pep484_tower=True))",
 )
+
+
+@pytest.fixture(scope="session")
+def tiny():
+    """A GLM-4.5-type config with every part in it, small enough to compile in a second or two."""
+    from axion_jax.models.config import ModelConfig
+
+    return ModelConfig(
+        vocab_size=48,
+        hidden_size=16,
+        num_layers=3,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=8,
+        intermediate_size=24,
+        moe_intermediate_size=8,
+        num_experts=8,
+        num_experts_per_token=2,
+    )
+
+
+FAN_IN = {"q": (-3,), "k": (-3,), "v": (-3,), "o": (-3, -2), "gate_up": (-3,)}
+"""Axes that a weight sums over; the last but one where it is not listed."""
+
+
+@pytest.fixture(scope="session")
+def random_params():
+    """`random_params(decoder, seed=0)`: parameters in which every tensor matters.
+
+    Norm weights far from 1 and biases far from 0, which `Decoder.init` starts from; and no compiling.
+    """
+
+    def make(decoder, seed=0):
+        rng = np.random.default_rng(seed)
+
+        def leaf(path, like):
+            name = path[-1].key
+            noise = rng.normal(size=like.shape)
+            axes = FAN_IN.get(name, (-2,))
+            if name == "weight" or "norm" in name:
+                value = 1 + 0.2 * noise
+            elif name == "router_bias":
+                value = 0.15 * noise
+            elif name.endswith("bias"):
+                value = 0.3 * noise
+            elif name == "embed":
+                value = noise
+            else:
+                value = noise * (2 / math.prod(like.shape[axis] for axis in axes)) ** 0.5
+            return jnp.asarray(value, like.dtype)
+
+        return jax.tree_util.tree_map_with_path(leaf, decoder.abstract_params())
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def forward():
+    """`forward(decoder, params, tokens, positions, segment_ids, routing=None) -> (logits, routing)`, jitted."""
+
+    def logits_and_routing(decoder, params, tokens, positions, segment_ids, routing=None):
+        out = decoder(params, tokens, positions, segment_ids, routing)
+        return decoder.logits(params, out.hidden), out.routing
+
+    return jax.jit(logits_and_routing, static_argnums=0)
+
+
+@pytest.fixture(scope="session")
+def packed():
+    """`packed([[5, 7], [4, 3]], 12) -> (positions, segment_ids)` of rows with documents of these lengths."""
+
+    def make(lengths, row_length):
+        positions = np.zeros((len(lengths), row_length), np.int32)
+        segment_ids = np.zeros((len(lengths), row_length), np.int32)
+        for row, documents in enumerate(lengths):
+            start = 0
+            for number, length in enumerate(documents, start=1):
+                positions[row, start : start + length] = np.arange(length)
+                segment_ids[row, start : start + length] = number
+                start += length
+        return positions, segment_ids
+
+    return make

@@ -78,7 +78,9 @@ class ModelConfig:
                 f"num_dense_layers={self.num_dense_layers} must lie in 0..num_layers={self.num_layers}."
             )
         if self.num_dense_layers and self.intermediate_size < 1:
-            raise ValueError(f"model.intermediate_size={self.intermediate_size} must be at least 1.")
+            raise ValueError(
+                f"model.intermediate_size={self.intermediate_size} must be at least 1."
+            )
         if self.rotary_dim % 2 or not 0 < self.rotary_dim <= self.head_dim:
             raise ValueError(
                 f"head_dim={self.head_dim} times partial_rotary_factor={self.partial_rotary_factor} must be an even"
@@ -92,7 +94,12 @@ class ModelConfig:
             self._check_experts()
 
     def _check_experts(self) -> None:
-        for name in ("num_experts", "num_experts_per_token", "moe_intermediate_size"):
+        for name in (
+            "num_experts",
+            "num_experts_per_token",
+            "moe_intermediate_size",
+            "num_groups",
+        ):
             if getattr(self, name) < 1:
                 raise ValueError(
                     f"model.{name}={getattr(self, name)} must be at least 1, since num_dense_layers="
