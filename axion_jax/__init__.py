@@ -2,5 +2,6 @@
 
 import os
 
-# transformers serves tokenizers here and advises at every import to install torch, which we leave out on purpose.
+# transformers serves tokenizers here and advises at every import to install torch, which we leave
+# out on purpose.
 os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")

@@ -1,12 +1,14 @@
 """The few types that everything passes around.
 
-One alignment everywhere: index `t` of any `[B, T]` array speaks of *the prediction made at position t*, that is of
-`targets[:, t]`, the token that follows `tokens[:, t]`. A `Trajectory` is the ragged host-side twin of a `Batch`: its
-per-prediction arrays have one entry fewer than it has tokens, so nothing is shifted when trajectories are packed.
+One alignment everywhere: index `t` of any `[B, T]` array speaks of *the prediction made at position
+t*, that is of `targets[:, t]`, the token that follows `tokens[:, t]`. A `Trajectory` is the ragged
+host-side twin of a `Batch`: its per-prediction arrays have one entry fewer than it has tokens, so
+nothing is shifted when trajectories are packed.
 
-Denominators belong to the optimizer step, not to a mask: they are counted on the host over the whole step before it is
-cut into micro-batches, and travel with the rows (`Batch.weights`, `Batch.denominator`). Fully masked rollouts therefore
-still count, and any cut into micro-batches, devices or hosts adds up to the same loss.
+Denominators belong to the optimizer step, not to a mask: they are counted on the host over the
+whole step before it is cut into micro-batches, and travel with the rows (`Batch.weights`,
+`Batch.denominator`). Fully masked rollouts therefore still count, and any cut into micro-batches,
+devices or hosts adds up to the same loss.
 """
 
 from __future__ import annotations
@@ -36,9 +38,11 @@ class Batch:
     positions: jax.Array
     """[B, T] int32. Position inside its own sequence, for RoPE."""
     weights: jax.Array
-    """[B, T] float32. How much each prediction counts in the numerator of the loss; 0 where masked. See rl/reduce.py."""
+    """[B, T] float32. How much each prediction counts in the numerator of the loss; 0 where masked.
+    See rl/reduce.py."""
     denominator: jax.Array
-    """[B] float32. The row's share of the optimizer step's denominator; all rows of a step add up to it."""
+    """[B] float32. The row's share of the optimizer step's denominator; all rows of a step add up
+    to it."""
     advantages: jax.Array | None = None
     """[B, T] float32. Constant over a sequence for group-relative methods."""
     sampler_logprobs: jax.Array | None = None
@@ -48,7 +52,8 @@ class Batch:
     ref_logprobs: jax.Array | None = None
     """[B, T] float32, nats. Under the frozen reference policy."""
     routing: jax.Array | None = None
-    """[B, T, L, K], smallest signed integer type that holds the ids. Experts the sampler used per MoE layer; -1: unknown."""
+    """[B, T, L, K], smallest signed integer type that holds the ids. Experts the sampler used per
+    MoE layer; -1: unknown."""
 
 
 @jax.tree_util.register_dataclass
@@ -71,7 +76,8 @@ class Scores:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Mean:
-    """A mean not yet divided. Adding two gives the mean of the union: micro-batches, devices, hosts combine exactly."""
+    """A mean not yet divided. Adding two gives the mean of the union: micro-batches, devices, hosts
+    combine exactly."""
 
     total: jax.Array
     weight: jax.Array
@@ -124,7 +130,8 @@ class StopReason(enum.Enum):
 
 @dataclasses.dataclass(frozen=True)
 class Reward:
-    """What a sample earned. `parts` are the named pieces that made up `value`; `reason` says why in a few words."""
+    """What a sample earned. `parts` are the named pieces that made up `value`; `reason` says why in
+    a few words."""
 
     value: float
     parts: dict[str, float] = dataclasses.field(default_factory=dict)
@@ -133,14 +140,16 @@ class Reward:
 
 @dataclasses.dataclass(frozen=True)
 class Unscorable:
-    """We failed to score the sample (a service down, a time-out of ours). Never turned into a reward of 0."""
+    """We failed to score the sample (a service down, a time-out of ours). Never turned into a
+    reward of 0."""
 
     reason: str
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Trajectory:
-    """One episode on the host. N tokens make N - 1 predictions; every per-prediction array has N - 1 entries."""
+    """One episode on the host. N tokens make N - 1 predictions; every per-prediction array has N -
+    1 entries."""
 
     token_ids: np.ndarray
     """[N] int32. Prompt, sampled and observation tokens, as they were fed and sampled."""
@@ -151,7 +160,8 @@ class Trajectory:
     routing: np.ndarray | None = None
     """[N-1, L, K] smallest signed integer type. Experts used for input token t; -1: unknown."""
     policy_version: np.ndarray | None = None
-    """[N-1] int32. Version of the weights that sampled `token_ids[t + 1]`; -1 for tokens the policy did not sample."""
+    """[N-1] int32. Version of the weights that sampled `token_ids[t + 1]`; -1 for tokens the policy
+    did not sample."""
     stop_reason: StopReason = StopReason.ANSWERED
     reward: Reward | None = None
     group_id: int = 0

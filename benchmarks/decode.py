@@ -2,8 +2,8 @@ r"""Decoded tokens per CPU-second of the embedded engine, at the size of the tin
 
     python benchmarks/decode.py
 
-Every row runs to the full length (no stop ids), so all decoded tokens count; prefill of 32-token prompts is included.
-CPU-seconds are this process's own, whatever else the machine does.
+Every row runs to the full length (no stop ids), so all decoded tokens count; prefill of 32-token
+prompts is included. CPU-seconds are this process's own, whatever else the machine does.
 """
 
 from __future__ import annotations

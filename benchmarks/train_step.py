@@ -1,9 +1,10 @@
-r"""Trained tokens per CPU-second at the size of the tiny recipe: SFT, and GSPO with replayed routing, side by side.
+r"""Trained tokens per CPU-second at the size of the tiny recipe: SFT, and GSPO with replayed
+routing, side by side.
 
     python benchmarks/train_step.py
 
-Both take the same packed rows of 128 through the whole update step (forward, backward, AdamW). CPU-seconds are this
-process's own, whatever else the machine does.
+Both take the same packed rows of 128 through the whole update step (forward, backward, AdamW).
+CPU-seconds are this process's own, whatever else the machine does.
 """
 
 from __future__ import annotations

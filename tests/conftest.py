@@ -41,6 +41,8 @@ def tiny():
         moe_intermediate_size=8,
         num_experts=8,
         num_experts_per_token=2,
+        num_shared_experts=1,
+        num_dense_layers=1,
     )
 
 

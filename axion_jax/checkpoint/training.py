@@ -1,7 +1,9 @@
-"""Training checkpoints: train state and host state in one atomic Orbax step, written in the background.
+"""Training checkpoints: train state and host state in one atomic Orbax step, written in the
+background.
 
-A step either is there in full or is not there: Orbax writes aside and renames. A step that turns out unreadable (a disk
-that lied, a truncated copy) is set aside with a sentence, and the last whole one is used.
+A step either is there in full or is not there: Orbax writes aside and renames. A step that turns
+out unreadable (a disk that lied, a truncated copy) is set aside with a sentence, and the last whole
+one is used.
 """
 
 from __future__ import annotations
@@ -18,7 +20,8 @@ from absl import logging
 class TrainingCheckpoints:
     """Checkpoints of one stage, `<directory>/<step>/{state,host}`.
 
-    `state` is a pytree of arrays, `host` a JSON-able dict (data cursor, guard history, seconds spent).
+    `state` is a pytree of arrays, `host` a JSON-able dict (data cursor, guard history, seconds
+    spent).
     """
 
     def __init__(self, directory: pathlib.Path, *, keep: int = 2) -> None:
@@ -35,7 +38,8 @@ class TrainingCheckpoints:
         return sorted(self._manager.all_steps())
 
     def save(self, step: int, state: Any, host: dict[str, Any]) -> None:
-        """Starts writing `state` and `host`; returns once the arrays were copied off the devices."""
+        """Starts writing `state` and `host`; returns once the arrays were copied off the
+        devices."""
         if step in self._manager.all_steps():
             return  # a resumed run reached a step that is already there, with the same content
         self._manager.save(
@@ -46,7 +50,8 @@ class TrainingCheckpoints:
         )
 
     def restore_latest(self, abstract_state: Any) -> tuple[int, Any, dict[str, Any]] | None:
-        """(step, state, host) of the newest whole checkpoint, laid out as `abstract_state` says; None if there is none.
+        """(step, state, host) of the newest whole checkpoint, laid out as `abstract_state` says;
+        None if there is none.
 
         Raises:
           ValueError: there are checkpoints, but none of them can be read.
@@ -81,7 +86,8 @@ class TrainingCheckpoints:
         return None
 
     def _set_aside(self, step: int) -> None:
-        """Renames an unreadable step, so that training can write that step again and nothing is deleted."""
+        """Renames an unreadable step, so that training can write that step again and nothing is
+        deleted."""
         source = self.directory / str(step)
         target = self.directory.parent / f"{self.directory.name}-unreadable-{step}"
         number = 0

@@ -1,8 +1,10 @@
-"""Open-ended prompts without a right answer, demonstrations of every manner, and preference pairs for a reward model.
+"""Open-ended prompts without a right answer, demonstrations of every manner, and preference pairs
+for a reward model.
 
-What people like here is made up but not given away to the policy: a hidden quality (polite opening, true sentences about
-every word asked for, a helpful closing, nothing said twice) decides noisily which of two answers is preferred; the
-reward model learns it from pairs, and RLHF sees only the reward model.
+What people like here is made up but not given away to the policy: a hidden quality (polite opening,
+true sentences about every word asked for, a helpful closing, nothing said twice) decides noisily
+which of two answers is preferred; the reward model learns it from pairs, and RLHF sees only the
+reward model.
 """
 
 from __future__ import annotations
@@ -32,7 +34,8 @@ PHRASES = (
 _QUESTIONS = ("Tell me about {}.", "Compare {}.", "What should I know about {}?")
 
 PAIR_TEMPERATURE = 0.5
-"""P(the better answer is preferred) = sigmoid(difference in quality / temperature): labels are noisy, as people are."""
+"""P(the better answer is preferred) = sigmoid(difference in quality / temperature): labels are
+noisy, as people are."""
 
 
 class PreferencePrompts(GeneratedPrompts):
@@ -68,7 +71,8 @@ def answer(words: tuple[str, ...], rng: random.Random) -> str:
 
 
 def quality(words: tuple[str, ...], text: str) -> float:
-    """The hidden taste, in [-3, 3]: manner at both ends, share of the words truly described, repetition."""
+    """The hidden taste, in [-3, 3]: manner at both ends, share of the words truly described,
+    repetition."""
     opening = sum(text.startswith(x) for x in POLITE) - sum(text.startswith(x) for x in RUDE)
     closing = sum(text.endswith(x) for x in HELPFUL) - sum(text.endswith(x) for x in ABRUPT)
     true = [f"{word} is {KINDS[CATEGORY_OF[word]]}." for word in words]
@@ -88,7 +92,8 @@ class Pair:
 
 
 def make_pair(prompts: PreferencePrompts, prompt: Prompt, index: int) -> Pair:
-    """The index-th pair for this prompt; the label is drawn from a Bradley-Terry model of the hidden quality."""
+    """The index-th pair for this prompt; the label is drawn from a Bradley-Terry model of the
+    hidden quality."""
     rng = stream_rng("pair", prompts.seed, prompt.task_id, index)
     first, second = prompts.demonstrate(prompt, rng), prompts.demonstrate(prompt, rng)
     margin = quality(prompt.entry, first["content"]) - quality(prompt.entry, second["content"])

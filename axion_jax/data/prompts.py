@@ -1,7 +1,9 @@
-"""Prompt sets: endless streams of training prompts, and held-out prompts that no stage ever trains on.
+"""Prompt sets: endless streams of training prompts, and held-out prompts that no stage ever trains
+on.
 
-A prompt set is a pure function of (seed, index), so a resumed run needs to remember one number per set, and what is
-held out is decided by a hash of the prompt's own text: no split file, and no leak between stages that share a set.
+A prompt set is a pure function of (seed, index), so a resumed run needs to remember one number per
+set, and what is held out is decided by a hash of the prompt's own text: no split file, and no leak
+between stages that share a set.
 """
 
 from __future__ import annotations
@@ -47,7 +49,8 @@ class PromptSet(Protocol):
         ...
 
     def held_out(self, count: int) -> list[Prompt]:
-        """`count` distinct held-out prompts, families in turn, the same ones for every stage and seed of a run."""
+        """`count` distinct held-out prompts, families in turn, the same ones for every stage and
+        seed of a run."""
         ...
 
     def demonstrate(self, prompt: Prompt, rng: random.Random) -> Message:
@@ -65,12 +68,14 @@ def is_held_out(text: str) -> bool:
 
 
 def stream_rng(*key: object) -> random.Random:
-    """A generator that depends on `key` alone (Python's own hash() differs from process to process)."""
+    """A generator that depends on `key` alone (Python's own hash() differs from process to
+    process)."""
     return random.Random(int.from_bytes(digest(repr(key))[:8]))
 
 
 class GeneratedPrompts:
-    """Train and held-out streams over `make(family, rng) -> Prompt | None` (None: not wanted, draw again)."""
+    """Train and held-out streams over `make(family, rng) -> Prompt | None` (None: not wanted, draw
+    again)."""
 
     def __init__(
         self,

@@ -1,8 +1,9 @@
 """Reasoning prompts from reasoning-gym's generators, with worked solutions for SFT.
 
-Questions, gold answers and scorers are the library's; only the traces are ours, since the library ships none. Half of
-the demonstrations reason inside `<think>` and half answer at once; both end in the right answer. A model trained on the
-mixture answers either way, and RL finds out which way is right more often.
+Questions, gold answers and scorers are the library's; only the traces are ours, since the library
+ships none. Half of the demonstrations reason inside `<think>` and half answer at once; both end in
+the right answer. A model trained on the mixture answers either way, and RL finds out which way is
+right more often.
 """
 
 from __future__ import annotations
@@ -97,7 +98,8 @@ def trace_sum(entry: dict) -> str | None:
 
 
 def trace_count(entry: dict) -> str | None:
-    """The text spelled out with a running count after each letter; None for texts too long to spell."""
+    """The text spelled out with a running count after each letter; None for texts too long to
+    spell."""
     text = " ".join(entry["metadata"]["span"])
     if len(text) > 16:
         return None

@@ -1,7 +1,8 @@
-"""Writing tasks under 2 to 6 checkable constraints, with demonstrations of which half break one of them.
+"""Writing tasks under 2 to 6 checkable constraints, with demonstrations of which half break one of
+them.
 
-Constraints are data: (kind, argument) pairs. Their checks live in rewards/rubrics.py; here they are worded, combined
-and demonstrated.
+Constraints are data: (kind, argument) pairs. Their checks live in rewards/rubrics.py; here they are
+worded, combined and demonstrated.
 """
 
 from __future__ import annotations
@@ -122,7 +123,8 @@ def word_constraint(constraint: Constraint) -> str:
 
 
 class WritingPrompts(GeneratedPrompts):
-    """`entry` is the tuple of constraints. Answers need no reasoning, so the template switches thinking off."""
+    """`entry` is the tuple of constraints. Answers need no reasoning, so the template switches
+    thinking off."""
 
     def __init__(self, *, seed: int = 0) -> None:
         super().__init__(("word_list",), _make, seed=seed)

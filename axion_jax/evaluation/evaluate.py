@@ -1,4 +1,5 @@
-"""Measuring a policy on held-out prompts: pass@1 and pass@k with confidence intervals, per task and family."""
+"""Measuring a policy on held-out prompts: pass@1 and pass@k with confidence intervals, per task and
+family."""
 
 from __future__ import annotations
 
@@ -44,8 +45,9 @@ def evaluate(
 ) -> tuple[dict[str, Any], list[Sample]]:
     """Results of one task, JSON-able, and the samples they come from.
 
-    A sample passes where its reward is above 0.5, or above 0 for `real_valued` rewards (a reward model centred on its
-    training pairs), whose mean is reported as `reward_score`. Unscorable samples are left out and counted.
+    A sample passes where its reward is above 0.5, or above 0 for `real_valued` rewards (a reward
+    model centred on its training pairs), whose mean is reported as `reward_score`. Unscorable
+    samples are left out and counted.
     """
     prompts = task.prompts.held_out(config.num_prompts)
     samples = sample_and_score(

@@ -1,7 +1,8 @@
 """Grouped-query attention: over packed rows for training and prefill, over a KV cache for decoding.
 
-Decoding attends to the *old* cache and to the current key and value apart, and only then writes them: if the updated
-cache fed both the attention and the next iteration, XLA would copy every cache each step.
+Decoding attends to the *old* cache and to the current key and value apart, and only then writes
+them: if the updated cache fed both the attention and the next iteration, XLA would copy every cache
+each step.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from axion_jax.models.config import ModelConfig
 from axion_jax.models.layers import declare, quantizer, rms_norm, rotary, weight_init
 
 MASKED = -1e30
-"""Score of a key that may not be seen; finite, so that a row without any visible key stays finite too."""
+"""Score of a key that may not be seen; finite, so that a row without any visible key stays finite
+too."""
 
 
 class Attention(nn.Module):
@@ -65,12 +67,14 @@ class Attention(nn.Module):
         return mixed @ self.o.reshape(n * h, -1).astype(mixed.dtype)
 
     def __call__(self, x_BTD, positions_BT, mask_BTT: Bool[Array, "B T T"]):
-        """Attends within packed rows. Returns the output [B, T, D] and this layer's keys and values [B, T, M, H]."""
+        """Attends within packed rows. Returns the output [B, T, D] and this layer's keys and values
+        [B, T, M, H]."""
         q, k, v = self.project(x_BTD, positions_BT)
         return self.output(attend(q, k, v, mask_BTT)), (k, v)
 
     def decode(self, x_B1D, positions_B1, cache, visible_BS: Bool[Array, "B S"], slot):
-        """One token per row against a cache of keys [B, M, H, S] and values [B, M, S, H]; returns (output, cache)."""
+        """One token per row against a cache of keys [B, M, H, S] and values [B, M, S, H]; returns
+        (output, cache)."""
         keys, values = cache
         q, k, v = self.project(x_B1D, positions_B1)
         mixed = attend_cache(q, k, v, keys, values, visible_BS)
@@ -86,14 +90,16 @@ def _into_heads(x, weight):
 
 
 def packed_causal_mask(segment_ids_BT: Int[Array, "B T"]) -> Bool[Array, "B T T"]:
-    """True where query t may see key s: same packed sequence, s <= t. Padding (segment 0) sees only padding."""
+    """True where query t may see key s: same packed sequence, s <= t. Padding (segment 0) sees only
+    padding."""
     t = segment_ids_BT.shape[1]
     same = segment_ids_BT[:, :, None] == segment_ids_BT[:, None, :]
     return same & jnp.tril(jnp.ones((t, t), bool))[None]
 
 
 def attend(q_BTNH, k_BSMH, v_BSMH, mask_BTS) -> Float[Array, "B T N H"]:
-    """Softmax(q k / sqrt(H)) v with float32 scores; query head n uses key/value head n // (N / M)."""
+    """Softmax(q k / sqrt(H)) v with float32 scores; query head n uses key/value head n // (N /
+    M)."""
     b, t, n, h = q_BTNH.shape
     s, m = k_BSMH.shape[1:3]
     g = n // m

@@ -1,10 +1,11 @@
 """What a model is: sizes and switches of one decoder, checked when they are put together.
 
-One set of fields covers GLM-4.5's mixture of experts (Glm4Moe) and the dense families that share its layer (Qwen3, Llama):
-a dense model has `num_dense_layers == num_layers` and no experts.
+One set of fields covers GLM-4.5's mixture of experts (Glm4Moe) and the dense families that share
+its layer (Qwen3, Llama): a dense model has `num_dense_layers == num_layers` and no experts.
 
-Field names say what a thing is; `checkpoint/` maps them from a Hugging Face `config.json`. The surprise for newcomers:
-`head_dim` is never derived (GLM-4.5-Air has 96 heads of 128 on a width of 4096).
+Field names say what a thing is; `checkpoint/` maps them from a Hugging Face `config.json`. The
+surprise for newcomers: `head_dim` is never derived (GLM-4.5-Air has 96 heads of 128 on a width of
+4096).
 """
 
 from __future__ import annotations
@@ -16,9 +17,9 @@ import dataclasses
 class ModelConfig:
     """A decoder, dense or with mixture-of-experts layers.
 
-    Layers 0 .. num_dense_layers-1 have a dense MLP, the rest `num_experts` routed experts and `num_shared_experts`
-    shared ones. Token choice is sigmoid + correction bias (selection only), optionally limited to the best
-    `topk_groups` of `num_groups` groups of experts.
+    Layers 0 .. num_dense_layers-1 have a dense MLP, the rest `num_experts` routed experts and
+    `num_shared_experts` shared ones. Token choice is sigmoid + correction bias (selection only),
+    optionally limited to the best `topk_groups` of `num_groups` groups of experts.
     """
 
     vocab_size: int
@@ -46,7 +47,8 @@ class ModelConfig:
     partial_rotary_factor: float = 0.5
     rms_norm_eps: float = 1e-5
     initializer_range: float | None = None
-    """Standard deviation of initial weights; None: 1 / sqrt(fan in), which suits training from scratch at small width."""
+    """Standard deviation of initial weights; None: 1 / sqrt(fan in), which suits training from
+    scratch at small width."""
     tie_embeddings: bool = False
     """The vocabulary head is the embedding itself: there is no `head` leaf."""
     vocab_head: bool = True

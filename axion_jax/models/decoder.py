@@ -1,15 +1,16 @@
 """The decoder: embedding, dense layers, mixture-of-experts layers, final norm, vocabulary head.
 
-Flax names and initialises the parameters of one layer; layers of a kind are stacked on a leading axis, so that outside
-this package parameters are one nested dict of few leaves:
+Flax names and initialises the parameters of one layer; layers of a kind are stacked on a leading
+axis, so that outside this package parameters are one nested dict of few leaves:
 
     embed [V, D]   dense/... [L_dense, ...]   moe/... [L_moe, ...]   final_norm [D]   head [D, V]   value_head [D, 1]
 
-Of these `dense` or `moe` is absent where there are no such layers, `head` where it is tied or the model has none, `value_head`
-where there is none.
+Of these `dense` or `moe` is absent where there are no such layers, `head` where it is tied or the
+model has none, `value_head` where there is none.
 
-`Decoder` is a value: a config plus how to run it (dtype, mesh, scan). Its methods are pure functions of `params`. One
-class serves training, scoring, prefill and decoding, so trainer and engine cannot drift apart.
+`Decoder` is a value: a config plus how to run it (dtype, mesh, scan). Its methods are pure
+functions of `params`. One class serves training, scoring, prefill and decoding, so trainer and
+engine cannot drift apart.
 """
 
 from __future__ import annotations
@@ -86,21 +87,25 @@ class Decoder:
     """Of activations; parameters are cast to it where they are used, the router never."""
     mesh: jax.sharding.Mesh | None = None
     scan_layers: bool = False
-    """One compiled layer body for all layers of a kind (deep models), instead of one each (fast on CPU)."""
+    """One compiled layer body for all layers of a kind (deep models), instead of one each (fast on
+    CPU)."""
     remat: bool = False
     """Recompute each layer in the backward pass instead of keeping its activations."""
     high_precision_layers: int | None = None
-    """None: no quantisation. n: layers n.. round the input of every linear layer to FP8 (see `quantize`)."""
+    """None: no quantisation. n: layers n.. round the input of every linear layer to FP8 (see
+    `quantize`)."""
     block: int = moe.TRAIN_BLOCK
 
     def __post_init__(self) -> None:
         if self.scan_layers and self.high_precision_layers is not None:
             raise ValueError("FP8 layers differ from the first ones, so they cannot be scanned.")
 
-    # -- parameters -----------------------------------------------------------------------------------------------
+    # -- parameters
+    # -----------------------------------------------------------------------------------------------
 
     def init(self, key: jax.Array) -> Params:
-        """Random parameters, float32. Jit it: un-jitted it dispatches hundreds of small programs."""
+        """Random parameters, float32. Jit it: un-jitted it dispatches hundreds of small
+        programs."""
         return nn.meta.unbox(self._boxed(key))
 
     def abstract_params(self) -> Params:
@@ -157,8 +162,9 @@ class Decoder:
         return params
 
     def quantize(self, params: Params) -> Params:
-        """Parameters as an FP8 engine holds them: every linear weight of layers >= `high_precision_layers` rounded to
-        block-scaled e4m3; router, its bias, norms, embeddings and heads keep full precision."""
+        """Parameters as an FP8 engine holds them: every linear weight of layers >=
+        `high_precision_layers` rounded to block-scaled e4m3; router, its bias, norms, embeddings
+        and heads keep full precision."""
         keep = self.high_precision_layers
         if keep is None:
             return params
@@ -183,14 +189,16 @@ class Decoder:
             out["moe"] = rounded("moe", self.config.num_dense_layers)
         return out
 
-    # -- forward --------------------------------------------------------------------------------------------------
+    # -- forward
+    # --------------------------------------------------------------------------------------------------
 
     def _layer(self, index: int, is_moe: bool) -> Block:
         fp8 = self.high_precision_layers is not None and index >= self.high_precision_layers
         return Block(self.config, is_moe, fp8, self.block, self.mesh)
 
     def _layers(self, params: Params):
-        """Yields (layer module, its parameters, index among MoE layers or None) from first to last."""
+        """Yields (layer module, its parameters, index among MoE layers or None) from first to
+        last."""
         c = self.config
         for i in range(c.num_layers):
             is_moe = i >= c.num_dense_layers
@@ -210,7 +218,8 @@ class Decoder:
         segment_ids: Int[Array, "B T"],
         routing: Int[Array, "B T L K"] | None = None,
     ) -> Output:
-        """Runs packed rows. `routing` >= 0 fixes the experts of a token in a layer, -1 leaves them to the router."""
+        """Runs packed rows. `routing` >= 0 fixes the experts of a token in a layer, -1 leaves them
+        to the router."""
         x = jnp.take(params["embed"], tokens, axis=0).astype(self.dtype)
         mask = packed_causal_mask(segment_ids)
         if self.scan_layers:
@@ -251,7 +260,8 @@ class Decoder:
         return x, used
 
     def decode(self, params: Params, tokens_B, positions_B, caches, visible_BS, slot):
-        """One token per row against the caches. Returns (hidden [B, D], routing [B, L, K], caches)."""
+        """One token per row against the caches. Returns (hidden [B, D], routing [B, L, K],
+        caches)."""
         x = jnp.take(params["embed"], tokens_B, axis=0).astype(self.dtype)[:, None]
         used, updated = [], []
         for (layer, weights, j), cache in zip(self._layers(params), caches, strict=True):
@@ -292,7 +302,8 @@ def _no_routing(tokens, config: ModelConfig):
 
 
 def _quantize_linear(name: str, weight: jax.Array) -> jax.Array:
-    """Rounds one layer's weight in the 2-D shape its checkpoint tensor has (gate and up are two tensors there)."""
+    """Rounds one layer's weight in the 2-D shape its checkpoint tensor has (gate and up are two
+    tensors there)."""
     if name in ("q", "k", "v"):
         return fake_quantize_weight(weight.reshape(weight.shape[0], -1)).reshape(weight.shape)
     if name == "o":

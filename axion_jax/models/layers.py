@@ -1,8 +1,9 @@
-"""The small pieces every layer is made of: parameters with logical axes, RMSNorm, rotary embedding, gated MLP.
+"""The small pieces every layer is made of: parameters with logical axes, RMSNorm, rotary embedding,
+gated MLP.
 
 Shapes carry Shazeer's suffixes, one legend for the package:
-B row  T position  D model width  N query heads  M key/value heads  H head width  F MLP width  V vocabulary
-E experts  K experts per token  L layers  S cache slots
+B row  T position  D model width  N query heads  M key/value heads  H head width  F MLP width  V
+vocabulary E experts  K experts per token  L layers  S cache slots
 """
 
 from __future__ import annotations
@@ -22,13 +23,15 @@ from axion_jax.models.quantize import fake_quantize_activations
 def declare(
     module: nn.Module, name: str, shape: tuple[int, ...], axes: tuple[str | None, ...], init
 ) -> jax.Array:
-    """Declares one float32 parameter of `module` together with its logical axes (sharding/rules.py maps them)."""
+    """Declares one float32 parameter of `module` together with its logical axes (sharding/rules.py
+    maps them)."""
     assert len(shape) == len(axes), (name, shape, axes)
     return cast(jax.Array, module.param(name, nn.with_partitioning(init, axes), shape, jnp.float32))
 
 
 def weight_init(config: ModelConfig, fan_in: int, *, residual: bool = False):
-    """Normal initialiser; projections back into the residual stream shrink with depth when no range is given."""
+    """Normal initialiser; projections back into the residual stream shrink with depth when no range
+    is given."""
     if config.initializer_range is not None:
         return nn.initializers.normal(config.initializer_range)
     scale = fan_in**-0.5
@@ -36,7 +39,8 @@ def weight_init(config: ModelConfig, fan_in: int, *, residual: bool = False):
 
 
 def rms_norm(x: Float[Array, "... D"], weight: Float[Array, " D"], eps: float):
-    """x / rms(x) in float32, cast back, then times `weight` (Glm4Moe: plain weight, not 1 + weight)."""
+    """x / rms(x) in float32, cast back, then times `weight` (Glm4Moe: plain weight, not 1 +
+    weight)."""
     x32 = x.astype(jnp.float32)
     normed = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)
     return (normed.astype(x.dtype) * weight.reshape((1,) * (x.ndim - 1) + (-1,))).astype(x.dtype)
@@ -56,8 +60,8 @@ class RMSNorm(nn.Module):
 def rotary(x_BTNH: Float[Array, "B T N H"], positions_BT: Int[Array, "B T"], config: ModelConfig):
     """Rotates the first `rotary_dim` features of each head; the rest pass through.
 
-    Half-split pairing (i, i + rotary_dim/2), frequencies theta^(-2i/rotary_dim). Angles stay float32: bfloat16 rounds
-    257 to 256.
+    Half-split pairing (i, i + rotary_dim/2), frequencies theta^(-2i/rotary_dim). Angles stay
+    float32: bfloat16 rounds 257 to 256.
     """
     dim = config.rotary_dim
     exponent = jnp.arange(0, dim, 2, dtype=jnp.float32) / dim
@@ -71,12 +75,14 @@ def rotary(x_BTNH: Float[Array, "B T N H"], positions_BT: Int[Array, "B T"], con
 
 
 def quantizer(fp8: bool):
-    """What happens to the input of a linear layer: nothing, or rounding to FP8 as a W8A8 engine does."""
+    """What happens to the input of a linear layer: nothing, or rounding to FP8 as a W8A8 engine
+    does."""
     return fake_quantize_activations if fp8 else lambda x: x
 
 
 class GatedMLP(nn.Module):
-    """down(silu(gate(x)) * up(x)): the dense MLP and the shared expert. gate and up are one leaf, [D, 2, F]."""
+    """down(silu(gate(x)) * up(x)): the dense MLP and the shared expert. gate and up are one leaf,
+    [D, 2, F]."""
 
     config: ModelConfig
     width: int

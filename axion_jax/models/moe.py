@@ -1,8 +1,9 @@
-"""Mixture of experts: sigmoid router with a correction bias, replayable routing, grouped expert matmuls.
+"""Mixture of experts: sigmoid router with correction bias, replayable routing, grouped matmuls.
 
-Replayed routing is an argument, not a mode (R3, arXiv:2510.11370): where `routing` is >= 0 its ids replace the router's
-own choice, the gates are recomputed from this forward's unbiased scores at those ids, and gradients reach the router
-through them. Rows holding -1 fall back to the own choice. The ids used come back as an output.
+Replayed routing is an argument, not a mode (R3, arXiv:2510.11370): where `routing` is >= 0 its ids
+replace the router's own choice, the gates are recomputed from this forward's unbiased scores at
+those ids, and gradients reach the router through them. Rows holding -1 fall back to the own choice.
+The ids used come back as an output.
 """
 
 from __future__ import annotations
@@ -73,7 +74,9 @@ def route(
 ) -> tuple[Int[Array, "T K"], Float[Array, "T K"]]:
     """Chooses experts and gates. All float32, the gate weights without the bias.
 
-        s = sigmoid(x W);  choice = top-k of (s + bias), within the best groups;  gate = s[choice] / sum * scale
+        s      = sigmoid(x W)
+        choice = top-k of (s + bias), within the best groups
+        gate   = s[choice] / sum of s[choice] * routed_scaling_factor
 
     The selection carries no gradient; W is reached through the gates only.
     """
@@ -95,7 +98,8 @@ def route(
 
 
 def _keep_best_groups(choice_TE, config: ModelConfig):
-    """Sets experts outside the `topk_groups` best groups to -inf; a group is as good as its best two together."""
+    """Sets experts outside the `topk_groups` best groups to -inf; a group is as good as its best
+    two together."""
     t, e = choice_TE.shape
     grouped = choice_TE.reshape(t, config.num_groups, -1)
     quality = jnp.sum(lax.top_k(grouped, 2)[0], axis=-1)
@@ -116,8 +120,9 @@ def grouped_experts(
 ) -> Float[Array, "T D"]:
     """Sum over each token's experts of gate * expert(x); no token is ever dropped.
 
-    Tokens are laid out by expert, each expert's share padded up to whole blocks, and every block multiplies the weights
-    of its one expert: dense batched matmuls of static shape, whatever the balance. `dense_experts` is the reference.
+    Tokens are laid out by expert, each expert's share padded up to whole blocks, and every block
+    multiplies the weights of its one expert: dense batched matmuls of static shape, whatever the
+    balance. `dense_experts` is the reference.
     """
     t, k = ids.shape
     e, d, _, f = gate_up.shape
@@ -127,7 +132,8 @@ def grouped_experts(
     counts = jnp.sum(jax.nn.one_hot(flat, e, dtype=jnp.int32), axis=0)
     blocks = (counts + block - 1) // block
     first_block = jnp.cumsum(blocks) - blocks
-    # Rank of each slot within its expert: position in a stable sort by expert, minus the expert's start.
+    # Rank of each slot within its expert: position in a stable sort by expert, minus the expert's
+    # start.
     order = jnp.argsort(flat, stable=True)
     start = jnp.cumsum(counts) - counts
     rank_sorted = jnp.arange(num_slots) - start[flat[order]]
@@ -167,6 +173,7 @@ def expert_load(routing_BTLK, segment_ids_BT, num_experts: int) -> Float[Array, 
 
 
 def rebalance(router_bias_LE, load_LE, *, rate: float):
-    """Moves each expert's selection bias one step of `rate` towards equal load (arXiv:2408.15664, Algorithm 1)."""
+    """Moves each expert's selection bias one step of `rate` towards equal load (arXiv:2408.15664,
+    Algorithm 1)."""
     mean = jnp.mean(load_LE, axis=-1, keepdims=True)
     return router_bias_LE + rate * jnp.sign(mean - load_LE)

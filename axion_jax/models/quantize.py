@@ -1,8 +1,10 @@
-"""FP8 (e4m3) as the rollout engine holds it: weights in 128 x 128 blocks, activations in groups of 128.
+"""FP8 (e4m3) as the rollout engine holds it: weights in 128 x 128 blocks, activations in groups of
+128.
 
-The embedded engine emulates an FP8 server on any device: every value is rounded to a number that e4m3 times its scale
-can represent, then kept in the compute dtype. What differs from the server is the order of accumulation, nothing else.
-Scales are dequantisation multipliers, as `weight_scale_inv` in a block-quantised checkpoint.
+The embedded engine emulates an FP8 server on any device: every value is rounded to a number that
+e4m3 times its scale can represent, then kept in the compute dtype. What differs from the server is
+the order of accumulation, nothing else. Scales are dequantisation multipliers, as
+`weight_scale_inv` in a block-quantised checkpoint.
 """
 
 from __future__ import annotations
@@ -18,10 +20,13 @@ MIN_SCALE_NUMERATOR = 1e-12
 
 
 def round_to_e4m3(x: Float[Array, ...]) -> Float[Array, ...]:
-    """Rounds float32 values in [-448, 448] to the nearest e4m3 number (ties to even), staying in float32.
+    """Rounds float32 values in [-448, 448] to the nearest e4m3 number (ties to even), staying in
+    float32.
 
-    e4m3 keeps 3 mantissa bits: round off the other 20 of float32 on its bit pattern. Below 2^-6 the format is
-    subnormal with a step of 2^-9. Bit arithmetic, because casts to float8 are emulated slowly on CPU.
+    e4m3 keeps 3 mantissa bits: round off the other 20 of float32 on its bit pattern. Below 2^-6 the
+      format is
+    subnormal with a step of 2^-9. Bit arithmetic, because casts to float8 are emulated slowly on
+    CPU.
     """
     bits = lax.bitcast_convert_type(x, jnp.int32)
     odd = (bits >> 20) & 1
@@ -32,7 +37,8 @@ def round_to_e4m3(x: Float[Array, ...]) -> Float[Array, ...]:
 
 
 def fake_quantize_activations(x: Float[Array, "... D"]) -> Float[Array, "... D"]:
-    """Rounds each token's activations to e4m3 with one dynamic scale per group of 128 features (the last may be short)."""
+    """Rounds each token's activations to e4m3 with one dynamic scale per group of 128 features (the
+    last may be short)."""
     width = x.shape[-1]
     group = min(BLOCK, width)
     padding = -width % group
@@ -45,7 +51,8 @@ def fake_quantize_activations(x: Float[Array, "... D"]) -> Float[Array, "... D"]
 
 
 def fake_quantize_weight(weight: Float[Array, "... D F"]) -> Float[Array, "... D F"]:
-    """Rounds a weight to e4m3 with one scale per 128 x 128 block of its last two dimensions; ragged edges allowed."""
+    """Rounds a weight to e4m3 with one scale per 128 x 128 block of its last two dimensions; ragged
+    edges allowed."""
     *lead, rows, cols = weight.shape
     pad = [(0, 0)] * len(lead) + [(0, -rows % BLOCK), (0, -cols % BLOCK)]
     padded = jnp.pad(weight.astype(jnp.float32), pad)

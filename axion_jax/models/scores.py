@@ -1,7 +1,7 @@
 """From a model and a batch to `Scores`: log-probabilities, entropy, values, routing.
 
-This is all that `rl/` ever sees of a model. Full-vocabulary logits exist for `chunk` predictions at a time, and are
-recomputed in the backward pass, so `[B, T, V]` never does.
+This is all that `rl/` ever sees of a model. Full-vocabulary logits exist for `chunk` predictions at
+a time, and are recomputed in the backward pass, so `[B, T, V]` never does.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ def make_score_fn(
 
     Args:
       temperature: logits are divided by it before the softmax, as the sampler did.
-      replay: use `batch.routing` (R3). Needs the field; -1 rows fall back to the router's own choice.
+      replay: use `batch.routing` (R3). Needs the field; -1 rows fall back to the router's own
+        choice.
       entropy: also compute the entropy of every prediction; SFT has no use for it.
       chunk: predictions whose logits exist at one time.
     """
@@ -75,7 +76,8 @@ def make_score_fn(
 
 
 def make_value_fn(decoder: Decoder):
-    """Returns `values(params, batch) -> [B, T] float32`: the scalar head alone, no vocabulary logits."""
+    """Returns `values(params, batch) -> [B, T] float32`: the scalar head alone, no vocabulary
+    logits."""
 
     def values(params: Any, batch: Batch) -> jax.Array:
         out = decoder(params, batch.tokens, batch.positions, batch.segment_ids)

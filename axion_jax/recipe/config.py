@@ -1,4 +1,5 @@
-"""From a ConfigDict at the door to frozen dataclasses inside, once, with every mistake answered in a sentence."""
+"""From a ConfigDict at the door to frozen dataclasses inside, once, with every mistake answered in
+a sentence."""
 
 from __future__ import annotations
 
@@ -14,8 +15,9 @@ def parse[T](cls: type[T], section: Mapping[str, Any], where: str) -> T:
     """Builds dataclass `cls` from the config section at dotted path `where`, nested ones included.
 
     Raises:
-      ValueError: a key that `cls` has no use for (answered with the nearest), one that is missing, a value of the wrong
-        type, or whatever the dataclass itself refuses. The message names the place, as `config.<where>.<key>`.
+      ValueError: a key that `cls` has no use for (answered with the nearest), one that is missing,
+        a value of the wrong type, or whatever the dataclass itself refuses. The message names the
+        place, as `config.<where>.<key>`.
     """
     prefix = f"config.{where}." if where else "config."
     fields = {field.name: field for field in dataclasses.fields(cast(Any, cls))}

@@ -1,7 +1,8 @@
 """When to stop a stage: training that has gone wrong is cheaper to look at than to finish.
 
-A single non-finite loss or gradient is skipped inside the update step and counted; several in a row, a loss far above its
-recent median, or an entropy below its floor stop the stage with a checkpoint and one sentence.
+A single non-finite loss or gradient is skipped inside the update step and counted; several in a
+row, a loss far above its recent median, or an entropy below its floor stop the stage with a
+checkpoint and one sentence.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ class GuardConfig:
 
     max_skipped_in_a_row: int = 5
     max_loss_spike: float | None = None
-    """Stop where the loss exceeds this multiple of the median of its last 20 values (losses above 0 only: SFT)."""
+    """Stop where the loss exceeds this multiple of the median of its last 20 values (losses above 0
+    only: SFT)."""
     min_entropy: float | None = None
     """Stop where the policy's mean entropy, in nats per token, falls below this (RL)."""
 
@@ -38,7 +40,8 @@ class StageStopped(RuntimeError):
 
 
 class Guard:
-    """Watches the metrics of successive optimizer steps. `state` is JSON-able and travels with the checkpoint."""
+    """Watches the metrics of successive optimizer steps. `state` is JSON-able and travels with the
+    checkpoint."""
 
     def __init__(self, config: GuardConfig, state: dict[str, Any] | None = None) -> None:
         self.config = config

@@ -1,4 +1,5 @@
-"""How far trainer and FP8 sampler are apart, with and without replayed routing, on the same rollouts."""
+"""How far trainer and FP8 sampler are apart, with and without replayed routing, on the same
+rollouts."""
 
 from __future__ import annotations
 
@@ -26,9 +27,11 @@ def measure_mismatch(
     row_length: int,
     pad_id: int,
 ) -> dict[str, dict[str, float]]:
-    """{"with_replay", "without_replay"}: mean |log-prob difference|, k3, largest difference, expert disagreement.
+    """{"with_replay", "without_replay"}: mean |log-prob difference|, k3, largest difference, expert
+    disagreement.
 
-    Expert disagreement is the share of (token, MoE layer) pairs in which the forward used another set of experts than
+    Expert disagreement is the share of (token, MoE layer) pairs in which the forward used another
+    set of experts than
     the sampler did: 0 with replay by construction.
     """
     weights, denominator = each_token_alike(trajectories)

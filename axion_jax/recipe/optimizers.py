@@ -1,4 +1,5 @@
-"""Optimizers and schedules by name: a plain dict each, options checked against the function's own signature."""
+"""Optimizers and schedules by name: a plain dict each, options checked against the function's own
+signature."""
 
 from __future__ import annotations
 
@@ -62,7 +63,8 @@ def muon(
     weight_decay: float,
     max_grad_norm: float,
 ) -> optax.GradientTransformation:
-    """Muon on the weight matrices of the layers, AdamW (b1, b2) on embeddings, heads, router, norms and biases."""
+    """Muon on the weight matrices of the layers, AdamW (b1, b2) on embeddings, heads, router, norms
+    and biases."""
 
     def dimension_numbers(params):
         def leaf(path, value):
@@ -99,7 +101,8 @@ MATRICES: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
     "gate_up": ((-3,), (-2, -1)),
     "down": ((-2,), (-1,)),
 }
-"""Which axes of a leaf, from the end, are a matrix's input and output; axes before them are a batch of matrices."""
+"""Which axes of a leaf, from the end, are a matrix's input and output; axes before them are a batch
+of matrices."""
 
 OPTIMIZERS: dict[str, Callable[..., optax.GradientTransformation]] = {"adamw": adamw, "muon": muon}
 SCHEDULES: dict[str, Callable[..., Schedule]] = {"constant": constant, "cosine": cosine}
@@ -111,7 +114,8 @@ def make_schedule(name: str, **options: Any) -> Schedule:
 
 
 def make_optimizer(schedule: Schedule, name: str, **options: Any) -> optax.GradientTransformation:
-    """An optimizer that leaves the router's correction bias alone: no gradient and no decay reaches it."""
+    """An optimizer that leaves the router's correction bias alone: no gradient and no decay reaches
+    it."""
     inner = bind(OPTIMIZERS, "optimizer", name, options)(schedule, **options)
 
     def labels(params):

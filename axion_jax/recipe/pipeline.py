@@ -1,8 +1,8 @@
-"""The serial recipe: stages one after another, each from the checkpoint the one before produced, each measured on every
-task when it is done.
+"""The serial recipe: stages one after another, each from the checkpoint the one before produced,
+each measured on every task when it is done.
 
-A stage that is done has a `done.json` with its results; its parameters are in its last checkpoint. Starting the same
-command again skips what is done and goes on where the run was killed.
+A stage that is done has a `done.json` with its results; its parameters are in its last checkpoint.
+Starting the same command again skips what is done and goes on where the run was killed.
 """
 
 from __future__ import annotations
@@ -123,7 +123,8 @@ def run_recipe(config: Mapping[str, Any], workdir: str | pathlib.Path) -> dict[s
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
-    """The tiny recipe's byte-level tokenizer with GLM's special tokens and one token for each fixed phrase and word."""
+    """The tiny recipe's byte-level tokenizer with GLM's special tokens and one token for each fixed
+    phrase and word."""
     words = [form for word in writing.WORDS for form in (word, word.upper())]
     phrases = [*reasoning.PHRASES, *writing.PHRASES, *preference.PHRASES]
     return tokenizers.build_tokenizer(phrases, words)
@@ -145,7 +146,8 @@ def _check_rows(config: RecipeConfig, mesh: jax.sharding.Mesh) -> None:
 
 
 def _check_lengths(config: RecipeConfig, prompts, tokenizer: PreTrainedTokenizerFast) -> None:
-    """Rows must hold the longest prompt with the longest response; the longest of many prompts stands for all."""
+    """Rows must hold the longest prompt with the longest response; the longest of many prompts
+    stands for all."""
     for name, stage in config.rl_stages.items():
         longest = max(
             len(encode_prompt(tokenizer, p.messages, enable_thinking=enable_thinking(p)))
@@ -277,7 +279,8 @@ class _Recipe:
         self._summarize()
 
     def _mismatch(self, params: Any) -> dict[str, Any]:
-        """Trainer against FP8 sampler on training prompts of the first RL stage, before it begins."""
+        """Trainer against FP8 sampler on training prompts of the first RL stage, before it
+        begins."""
         rl = self.config.reasoning_rl
         engine = self.engine(rl.high_precision_layers)
         engine.update_weights(params, 0)

@@ -1,4 +1,5 @@
-"""Trains the reward model: Bradley-Terry on preference pairs, from the SFT policy's weights and a fresh scalar head."""
+"""Trains the reward model: Bradley-Terry on preference pairs, from the SFT policy's weights and a
+fresh scalar head."""
 
 from __future__ import annotations
 
@@ -62,7 +63,8 @@ def train_reward_model(
     pad_id: int,
     seed: int,
 ) -> tuple[RewardModel, dict[str, Any]]:
-    """The trained model, and how often it prefers the truly better of two held-out answers (a JSON-able dict)."""
+    """The trained model, and how often it prefers the truly better of two held-out answers (a
+    JSON-able dict)."""
     decoder = dataclasses.replace(
         policy, config=dataclasses.replace(policy.config, value_head=True)
     )

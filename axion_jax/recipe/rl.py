@@ -43,7 +43,8 @@ from axion_jax.types import Reward, Trajectory
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FilterConfig:
-    """Online filter: keep groups with low < mean raw reward <= high, over-sampling to replace the others."""
+    """Online filter: keep groups with low < mean raw reward <= high, over-sampling to replace the
+    others."""
 
     low: float
     high: float
@@ -72,7 +73,8 @@ class RLConfig:
     replay_routing: bool
     """R3: the sampler's experts in log-prob recomputation and training."""
     high_precision_layers: int | None
-    """First layers that the rollout engine keeps in full precision, FP8 after them; None: no FP8."""
+    """First layers that the rollout engine keeps in full precision, FP8 after them; None: no
+    FP8."""
     mask_truncated: bool
     normalize_std: bool
     algorithm: dict[str, Any]
@@ -277,7 +279,8 @@ def reward_of(trajectory: Trajectory) -> Reward:
 def make_batches(
     config: RLConfig, decoder: Decoder, groups: Sequence[Sequence[Trajectory]], *, pad_id: int
 ) -> list[Packed]:
-    """One packed batch for each optimizer step, groups dealt out in order; fewer where there are too few groups."""
+    """One packed batch for each optimizer step, groups dealt out in order; fewer where there are
+    too few groups."""
     groups = shaped_groups(config, groups)
     reduction = make_reduction(config.algorithm["name"])
     most_rollouts = (
@@ -310,14 +313,16 @@ def make_batches(
 
 
 def _with_old_logprobs(packed: Packed, params: Any, recompute, decoder: Decoder):
-    """The batch on the devices with `old_logprobs` filled in, and the entropies found on the way."""
+    """The batch on the devices with `old_logprobs` filled in, and the entropies found on the
+    way."""
     batch = put_microbatches(packed.batch, decoder)
     scores = recompute(params, batch, np.int32(packed.num_microbatches))
     return dataclasses.replace(batch, old_logprobs=scores["logprobs"]), scores["entropy"]
 
 
 def _recomputed_metrics(batches: list[Packed], placed) -> dict[str, float]:
-    """Entropy, and the difference between trainer and sampler log-probs, before the first update on this data."""
+    """Entropy, and the difference between trainer and sampler log-probs, before the first update on
+    this data."""
     if not batches:
         return {}
     mask = np.concatenate([p.batch.loss_mask.ravel() for p in batches])
@@ -329,7 +334,8 @@ def _recomputed_metrics(batches: list[Packed], placed) -> dict[str, float]:
 
 
 def _average(updates: list[dict[str, float]]) -> dict[str, float]:
-    """Metrics of a rollout step from those of its updates: means, and the number of updates and of skipped ones."""
+    """Metrics of a rollout step from those of its updates: means, and the number of updates and of
+    skipped ones."""
     if not updates:
         return {"updates": 0.0}
     mean = {name: _mean(u[name] for u in updates) for name in updates[0]}

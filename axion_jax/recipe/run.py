@@ -30,7 +30,8 @@ class RunDirectory:
     """Opens (or creates) `path` for a config.
 
     Raises:
-      ValueError: the directory cannot be written, belongs to another config, or is in use by another process.
+      ValueError: the directory cannot be written, belongs to another config, or is in use by
+        another process.
     """
 
     def __init__(self, path: str | pathlib.Path, config: dict[str, Any]) -> None:
@@ -80,7 +81,8 @@ class RunDirectory:
         directory.mkdir(exist_ok=True)
         return directory
 
-    # -- metrics --------------------------------------------------------------------------------------------------
+    # -- metrics
+    # --------------------------------------------------------------------------------------------------
 
     def log(self, stage: str, step: int, metrics: dict[str, float]) -> None:
         """Appends one line of metrics, and the same to TensorBoard."""

@@ -1,7 +1,7 @@
 """Supervised fine-tuning: cross-entropy on assistant tokens of packed conversations.
 
-Examples are a pure function of their index; grain shuffles, repeats and batches the indices and remembers its place, and
-`pack` turns the examples of one step into rows.
+Examples are a pure function of their index; grain shuffles, repeats and batches the indices and
+remembers its place, and `pack` turns the examples of one step into rows.
 """
 
 from __future__ import annotations

@@ -8,7 +8,8 @@ A stage's loop reads
         stage.finish_step(state, metrics, host)
     stage.finish()
 
-and is a pure function of (config, checkpoint): killed anywhere and started again, it ends with the same bits.
+and is a pure function of (config, checkpoint): killed anywhere and started again, it ends with the
+same bits.
 """
 
 from __future__ import annotations
@@ -95,7 +96,8 @@ class Stage:
         """Counts a step, logs it, and writes a checkpoint where one is due.
 
         Args:
-          updates: metrics of each optimizer step, for the guard; default: `metrics` is the one update's.
+          updates: metrics of each optimizer step, for the guard; default: `metrics` is the one
+            update's.
 
         Raises:
           StageStopped: a guard found something wrong; a checkpoint was written.

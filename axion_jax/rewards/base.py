@@ -1,7 +1,7 @@
 """What a reward is: `async score(sample) -> Reward | Unscorable`.
 
-Unscorable means *our* failure and removes the sample from its group; whatever the policy caused is scored, with the
-reason recorded, or a policy would learn to hang its way out of bad groups.
+Unscorable means *our* failure and removes the sample from its group; whatever the policy caused is
+scored, with the reason recorded, or a policy would learn to hang its way out of bad groups.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ class Scorer(Protocol):
 def score_all(
     scorer: Scorer, samples: Sequence[Sample], *, timeout: float
 ) -> list[Reward | Unscorable]:
-    """Scores samples concurrently. An exception or a time-out (seconds) of the scorer is Unscorable, never a 0."""
+    """Scores samples concurrently. An exception or a time-out (seconds) of the scorer is
+    Unscorable, never a 0."""
 
     async def one(sample: Sample) -> Reward | Unscorable:
         try:

@@ -1,4 +1,5 @@
-"""Reward of reasoning prompts: reasoning-gym's own scorer, made binary as the paper's reasoning stage is."""
+"""Reward of reasoning prompts: reasoning-gym's own scorer, made binary as the paper's reasoning
+stage is."""
 
 from __future__ import annotations
 
@@ -8,7 +9,8 @@ from axion_jax.types import Reward
 
 
 class PuzzleScorer:
-    """1 where the final answer earns the scorer's full mark and the response is well formed, else 0."""
+    """1 where the final answer earns the scorer's full mark and the response is well formed, else
+    0."""
 
     async def score(self, sample: Sample) -> Reward:
         response = sample.response

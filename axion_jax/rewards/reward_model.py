@@ -1,7 +1,9 @@
-"""The in-process reward model: a decoder with a scalar head, read at the last token of prompt and response.
+"""The in-process reward model: a decoder with a scalar head, read at the last token of prompt and
+response.
 
-Scores are centred on the training pairs (0 is half-way between preferred and rejected answers), so that "positive" means
-what the RLHF length penalty takes it to mean: an answer people would rather have.
+Scores are centred on the training pairs (0 is half-way between preferred and rejected answers), so
+that "positive" means what the RLHF length penalty takes it to mean: an answer people would rather
+have.
 """
 
 from __future__ import annotations
@@ -20,7 +22,8 @@ from axion_jax.types import Reward, StopReason, Trajectory, Unscorable
 
 
 def judged(trajectory: Trajectory, *, end_id: int, advantage: float = 0.0) -> Trajectory:
-    """The trajectory as the reward model reads it: all its tokens are inputs, and only the last position counts.
+    """The trajectory as the reward model reads it: all its tokens are inputs, and only the last
+    position counts.
 
     `end_id` is appended as a target, so that the token that ended the response is among the inputs.
     """
@@ -105,7 +108,8 @@ def _microbatch(packed: Packed, m: int):
 
 
 class RewardModelScorer:
-    """`async score` over a `RewardModel`: what arrives in one turn of the event loop is scored as one batch."""
+    """`async score` over a `RewardModel`: what arrives in one turn of the event loop is scored as
+    one batch."""
 
     def __init__(self, model: RewardModel) -> None:
         self.model = model

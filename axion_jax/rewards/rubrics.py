@@ -1,4 +1,5 @@
-"""Python checks of writing constraints; the reward is 1 only when every rubric of a prompt holds."""
+"""Python checks of writing constraints; the reward is 1 only when every rubric of a prompt
+holds."""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
-"""From prompts to scored groups of trajectories, with over-sampling until enough groups are worth training on.
+"""From prompts to scored groups of trajectories, with over-sampling until enough groups are worth
+training on.
 
-Groups are judged by their raw rewards and taken in the order of their prompts, never in the order in which they finish.
+Groups are judged by their raw rewards and taken in the order of their prompts, never in the order
+in which they finish.
 """
 
 from __future__ import annotations
@@ -107,7 +109,8 @@ def collect_groups(
     max_oversampling: int,
     seed_key: tuple,
 ) -> Collected:
-    """Samples rounds of `num_groups` prompts until `num_groups` groups are kept, in at most `max_oversampling` rounds.
+    """Samples rounds of `num_groups` prompts until `num_groups` groups are kept, in at most
+    `max_oversampling` rounds.
 
     Args:
       start_index: the first training prompt to use.

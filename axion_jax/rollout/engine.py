@@ -1,6 +1,7 @@
-"""What a rollout engine is: prompt token ids in, sampled token ids out. Never text in, never text out.
+"""What a rollout engine is: prompt token ids in, sampled token ids out, never text.
 
-The embedded JAX engine and the SGLang client implement this protocol and pass the same contract tests.
+The embedded JAX engine and the SGLang client implement this protocol and pass the same contract
+tests.
 """
 
 from __future__ import annotations
@@ -26,12 +27,14 @@ class FinishReason(enum.Enum):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How to sample. No top-p or top-k: the trainer's distribution is the full one (facts: renormalised log-probs)."""
+    """How to sample. No top-p or top-k: the trainer's distribution is the full one and truncation
+    renormalises the engine's log-probs only."""
 
     max_new_tokens: int
     stop_ids: tuple[int, ...]
     temperature: float = 1.0
-    """Logits are divided by it; 0 takes the most likely token and reports log-probs at temperature 1."""
+    """Logits are divided by it; 0 takes the most likely token and reports log-probs at temperature
+    1."""
     seed: int = 0
     """With the position of a prompt in the call it fixes every draw, whatever the batching."""
 
@@ -51,7 +54,8 @@ class Generation:
     logprobs: np.ndarray
     """[G] float32, nats. Of the sampled ids under the temperature-scaled distribution."""
     routed_experts: np.ndarray | None
-    """[P + G - 1, L, K] smallest signed integer type. Experts of every token but the last sampled, MoE layers only."""
+    """[P + G - 1, L, K] smallest signed integer type. Experts of every token but the last sampled,
+    MoE layers only."""
     finish_reason: FinishReason
     weight_version: int
 
@@ -73,7 +77,8 @@ class Engine(Protocol):
 
 
 def to_trajectory(prompt: np.ndarray, generation: Generation, **fields: Any) -> Trajectory:
-    """One prompt and its continuation as a trajectory; per-prediction arrays start at the prompt's first token."""
+    """One prompt and its continuation as a trajectory; per-prediction arrays start at the prompt's
+    first token."""
     g, before = len(generation.token_ids), len(prompt) - 1
     sampled = np.zeros(before + g, bool)
     sampled[before:] = True

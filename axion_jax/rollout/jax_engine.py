@@ -1,11 +1,12 @@
 """The embedded engine: batched prefill and decode with a KV cache in one compiled loop.
 
-Prompts are left-padded to a bucketed length and filled up to a bucketed batch, so a handful of compiled programs serve
-every call; the most new tokens are a traced number inside a bucketed buffer. The loop ends when every row has stopped.
+Prompts are left-padded to a bucketed length and filled up to a bucketed batch, so a handful of
+compiled programs serve every call; the most new tokens are a traced number inside a bucketed
+buffer. The loop ends when every row has stopped.
 
-With `high_precision_layers` set the engine plays an FP8 server: weights of the later layers are held rounded to e4m3
-blocks and their inputs are rounded too, while the trainer stays in full precision. That mismatch is what replayed
-routing (R3) and truncated importance sampling exist for.
+With `high_precision_layers` set the engine plays an FP8 server: weights of the later layers are
+held rounded to e4m3 blocks and their inputs are rounded too, while the trainer stays in full
+precision. That mismatch is what replayed routing (R3) and truncated importance sampling exist for.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ def routing_dtype(num_experts: int) -> Any:
 
 
 def bucket(n: int, multiple: int) -> int:
-    """n rounded up to a multiple: how many different shapes, hence compilations, lengths may cause."""
+    """n rounded up to a multiple: how many different shapes, hence compilations, lengths may
+    cause."""
     return -(-n // multiple) * multiple
 
 
@@ -40,7 +42,8 @@ class JaxEngine:
 
     Args:
       decoder: the trainer's decoder; the engine derives its own variant from it.
-      high_precision_layers: None for no quantisation, else how many first layers stay in full precision.
+      high_precision_layers: None for no quantisation, else how many first layers stay in full
+        precision.
       max_batch: most rows in one compiled batch; a call with more prompts runs several.
       length_multiple: prompts and new tokens are padded to a multiple of this many tokens.
     """
@@ -71,7 +74,8 @@ class JaxEngine:
         )
 
     def update_weights(self, params: Any, version: int) -> None:
-        """Takes a copy of the trainer's weights (quantised here), so that the trainer may donate its own."""
+        """Takes a copy of the trainer's weights (quantised here), so that the trainer may donate
+        its own."""
         self._params = jax.tree.map(jnp.copy, self._quantize(params))
         self.version = version
 
@@ -246,7 +250,8 @@ def sample_batch(
 
 
 def _pick(logits_BV, uniform_B, *, temperature):
-    """Inverse-CDF sampling: one uniform per row, and the float32 log-probability of what was drawn."""
+    """Inverse-CDF sampling: one uniform per row, and the float32 log-probability of what was
+    drawn."""
     greedy = temperature == 0
     scaled = logits_BV / jnp.where(greedy, 1.0, temperature)
     logprobs = jax.nn.log_softmax(scaled, axis=-1)

@@ -1,4 +1,5 @@
-"""Device meshes. Axes: `data` (replicas of the parameters) and `fsdp` (parameters and batch both split)."""
+"""Device meshes. Axes: `data` (replicas of the parameters) and `fsdp` (parameters and batch both
+split)."""
 
 from __future__ import annotations
 

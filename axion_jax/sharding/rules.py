@@ -1,6 +1,8 @@
-"""Which mesh axis each logical axis is laid out over: one table, used for parameters, optimizer state and batches.
+"""Which mesh axis each logical axis is laid out over: one table, used for parameters, optimizer
+state and batches.
 
-A new strategy is a new table. Logical axes are named where a parameter is declared (models/), mesh axes in mesh.py.
+A new strategy is a new table. Logical axes are named where a parameter is declared (models/), mesh
+axes in mesh.py.
 """
 
 from __future__ import annotations
@@ -56,8 +58,8 @@ def param_shardings(mesh: jax.sharding.Mesh, logical_axes: Any, shapes: Any) -> 
 
 
 def state_shardings(mesh: jax.sharding.Mesh, params_sharding: Any, state: Any) -> Any:
-    """Shardings of a train state: a leaf that mirrors a parameter (same path suffix: Adam moments) is laid out like it,
-    counters and the rest are replicated."""
+    """Shardings of a train state: a leaf that mirrors a parameter (same path suffix: Adam moments)
+    is laid out like it, counters and the rest are replicated."""
     by_path = {
         tuple(map(str, path)): sharding
         for path, sharding in jax.tree_util.tree_leaves_with_path(params_sharding)

@@ -1,4 +1,5 @@
-r"""The main job: a tiny GLM-4.5-type MoE through SFT, Reasoning RL, Instruction-Following RL and RLHF on one CPU.
+r"""The main job: a tiny GLM-4.5-type MoE through SFT, Reasoning RL, Instruction-Following RL and
+RLHF on one CPU.
 
 python launch/recipe.py --config=configs/tiny/recipe.py --workdir=runs/demo
 python launch/recipe.py --config=configs/tiny/recipe.py:smoke --workdir=runs/smoke   # two steps a stage
