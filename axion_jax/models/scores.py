@@ -39,6 +39,10 @@ def make_score_fn(
             raise ValueError(
                 "replay needs Batch.routing, which this batch lacks. Does the engine record experts?"
             )
+        if not decoder.config.vocab_head:
+            raise ValueError(
+                "This model has no vocabulary head, so its log-probs do not exist; use make_value_fn."
+            )
         out = decoder(
             params,
             batch.tokens,
@@ -46,10 +50,6 @@ def make_score_fn(
             batch.segment_ids,
             batch.routing if replay else None,
         )
-        if not decoder.config.vocab_head:
-            raise ValueError(
-                "This model has no vocabulary head, so its log-probs do not exist; use make_value_fn."
-            )
         logprobs, entropies = token_logprobs(
             decoder,
             params,

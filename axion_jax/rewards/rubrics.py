@@ -39,6 +39,8 @@ class RubricScorer:
     async def score(self, sample: Sample) -> Reward:
         if not sample.response.well_formed or not sample.response.content:
             return Reward(0.0, reason="malformed or empty response")
+        if sample.response.tool_calls:
+            return Reward(0.0, reason="called a tool that does not exist")
         text = sample.response.content.strip()
         parts = {kind: float(check(text, (kind, value))) for kind, value in sample.prompt.entry}
         broken = [kind for kind, held in parts.items() if not held]

@@ -11,6 +11,9 @@ from typing import Any
 
 import jax
 
+Mesh = jax.sharding.Mesh | jax.sharding.AbstractMesh
+"""Devices, or only their number and arrangement: layouts of a pod can be worked out without one."""
+
 RULES: dict[str, tuple[str, ...] | str | None] = {
     "batch": ("data", "fsdp"),
     "embed": "fsdp",
@@ -34,7 +37,7 @@ def partition_spec(axes: tuple[str | None, ...]) -> jax.P:
     return jax.P(*(None if axis is None else RULES[axis] for axis in axes))
 
 
-def param_shardings(mesh: jax.sharding.Mesh, logical_axes: Any, shapes: Any) -> Any:
+def param_shardings(mesh: Mesh, logical_axes: Any, shapes: Any) -> Any:
     """NamedShardings for a tree of logical axes.
 
     Raises:
@@ -57,7 +60,7 @@ def param_shardings(mesh: jax.sharding.Mesh, logical_axes: Any, shapes: Any) -> 
     )
 
 
-def state_shardings(mesh: jax.sharding.Mesh, params_sharding: Any, state: Any) -> Any:
+def state_shardings(mesh: Mesh, params_sharding: Any, state: Any) -> Any:
     """Shardings of a train state: a leaf that mirrors a parameter (same path suffix: Adam moments)
     is laid out like it, counters and the rest are replicated."""
     by_path = {
@@ -76,6 +79,6 @@ def state_shardings(mesh: jax.sharding.Mesh, params_sharding: Any, state: Any) -
     return jax.tree_util.tree_map_with_path(one, state)
 
 
-def batch_sharding(mesh: jax.sharding.Mesh, *, leading: int = 0) -> jax.NamedSharding:
+def batch_sharding(mesh: Mesh, *, leading: int = 0) -> jax.NamedSharding:
     """Rows over every batch axis, after `leading` unsharded dimensions (stacked micro-batches)."""
     return jax.NamedSharding(mesh, jax.P(*(None,) * leading, RULES["batch"]))
