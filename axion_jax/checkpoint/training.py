@@ -42,6 +42,7 @@ class TrainingCheckpoints:
         devices."""
         if step in self._manager.all_steps():
             return  # a resumed run reached a step that is already there, with the same content
+        host = json.loads(json.dumps(host))  # a copy: Orbax writes it later, the caller goes on
         self._manager.save(
             step,
             args=ocp.args.Composite(
