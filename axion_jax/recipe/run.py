@@ -25,6 +25,9 @@ from tensorboardX import SummaryWriter
 
 from axion_jax.checkpoint.training import write_json
 
+_BEFORE_CONFIG = (".lock", "config.json.partial")
+"""What a run killed before it had a config leaves."""
+
 
 class RunDirectory:
     """Opens (or creates) `path` for a config.
@@ -49,7 +52,11 @@ class RunDirectory:
             raise ValueError(
                 f"--workdir={path} is in use by another process. Wait for it or choose another."
             ) from None
-        self._check_config(config)
+        try:
+            self._check_config(config)
+        except ValueError:
+            self._lock.close()
+            raise
         self._writer: SummaryWriter | None = None
 
     def _check_config(self, config: dict[str, Any]) -> None:
@@ -69,7 +76,7 @@ class RunDirectory:
                     f"--workdir={self.path} holds a run of another config ({shown}). Choose another --workdir, or the old"
                     " values to go on with it."
                 )
-        elif any(entry.name != ".lock" for entry in self.path.iterdir()):
+        elif any(entry.name not in _BEFORE_CONFIG for entry in self.path.iterdir()):
             raise ValueError(
                 f"--workdir={self.path} is not empty and holds no run. Choose another."
             )
