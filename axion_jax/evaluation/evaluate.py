@@ -32,6 +32,11 @@ class EvaluationConfig:
                 f"num_prompts={self.num_prompts} must be at least 2 and samples_per_prompt={self.samples_per_prompt}"
                 " at least 1."
             )
+        if self.max_response_length < 1 or self.temperature < 0:
+            raise ValueError(
+                f"max_response_length={self.max_response_length} must be at least 1 and temperature={self.temperature}"
+                " 0 or more."
+            )
 
 
 def evaluate(

@@ -58,6 +58,8 @@ def _value(hint: Any, value: Any, where: str) -> Any:
             raise ValueError(f"config.{where} must be a section, not {value!r}.")
         return parse(cast(Any, hint), value, where)
     if hint is dict or typing.get_origin(hint) is dict:
+        if not isinstance(value, Mapping):
+            raise ValueError(f"config.{where} must be a section, not {value!r}.")
         return dict(value)
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)

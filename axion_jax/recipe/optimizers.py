@@ -17,6 +17,8 @@ Schedule = Callable[[Any], Any]
 
 def constant(*, learning_rate: float, warmup_steps: int = 0) -> Schedule:
     """Linear warm-up over `warmup_steps`, then constant."""
+    if warmup_steps < 0:
+        raise ValueError(f"schedule.warmup_steps={warmup_steps} must be at least 0.")
     if not warmup_steps:
         return optax.constant_schedule(learning_rate)
     return optax.warmup_constant_schedule(
@@ -108,15 +110,23 @@ OPTIMIZERS: dict[str, Callable[..., optax.GradientTransformation]] = {"adamw": a
 SCHEDULES: dict[str, Callable[..., Schedule]] = {"constant": constant, "cosine": cosine}
 
 
-def make_schedule(name: str, **options: Any) -> Schedule:
+def make_schedule(name: str = "", **options: Any) -> Schedule:
     """The learning rate as a function of the optimizer step."""
     return bind(SCHEDULES, "schedule", name, options)(**options)
 
 
-def make_optimizer(schedule: Schedule, name: str, **options: Any) -> optax.GradientTransformation:
+def make_optimizer(
+    schedule: Schedule, name: str = "", **options: Any
+) -> optax.GradientTransformation:
     """An optimizer that leaves the router's correction bias alone: no gradient and no decay reaches
     it."""
-    inner = bind(OPTIMIZERS, "optimizer", name, options)(schedule, **options)
+    make = bind(OPTIMIZERS, "optimizer", name, options)
+    for option in ("max_grad_norm", "muon_scale"):
+        if options.get(option, 1.0) <= 0:
+            raise ValueError(
+                f"optimizer.{option}={options[option]} must be above 0, or nothing would learn."
+            )
+    inner = make(schedule, **options)
 
     def labels(params):
         return jax.tree_util.tree_map_with_path(

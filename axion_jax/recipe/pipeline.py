@@ -116,7 +116,8 @@ def run_recipe(config: Mapping[str, Any], workdir: str | pathlib.Path) -> dict[s
     run = RunDirectory(workdir, dict(config))
     try:
         if not (run.path / "tokenizer").exists():
-            tokenizers.save(tokenizer, run.path / "tokenizer")
+            tokenizers.save(tokenizer, run.path / "tokenizer.partial")
+            (run.path / "tokenizer.partial").rename(run.path / "tokenizer")
         return _Recipe(parsed, run, mesh, tokenizers.load(run.path / "tokenizer"), prompts).run()
     finally:
         run.close()
@@ -137,9 +138,9 @@ def _check_rows(config: RecipeConfig, mesh: jax.sharding.Mesh) -> None:
             raise ValueError(
                 f"config.{name}.rows={stage.rows} must be a multiple of the {mesh.size} devices, which share the rows."
             )
-    if config.engine_batch % mesh.size:
+    if config.engine_batch < 1 or config.engine_batch % mesh.size:
         raise ValueError(
-            f"config.engine_batch={config.engine_batch} must be a multiple of the {mesh.size} devices."
+            f"config.engine_batch={config.engine_batch} must be a positive multiple of the {mesh.size} devices."
         )
     decoder = Decoder(config.model)
     param_shardings(mesh, decoder.logical_axes(), decoder.abstract_params())
@@ -148,16 +149,33 @@ def _check_rows(config: RecipeConfig, mesh: jax.sharding.Mesh) -> None:
 def _check_lengths(config: RecipeConfig, prompts, tokenizer: PreTrainedTokenizerFast) -> None:
     """Rows must hold the longest prompt with the longest response; the longest of many prompts
     stands for all."""
-    for name, stage in config.rl_stages.items():
-        longest = max(
+    longest = {
+        task: max(
             len(encode_prompt(tokenizer, p.messages, enable_thinking=enable_thinking(p)))
-            for p in map(prompts[stage.task].train, range(500))
+            for p in map(prompt_set.train, range(500))
         )
-        if longest + stage.max_response_length > stage.row_length:
+        for task, prompt_set in prompts.items()
+    }
+
+    def check(task: str, response: str, max_response_length: int, row: str, row_length: int):
+        if longest[task] + max_response_length > row_length:
             raise ValueError(
-                f"config.{name}.row_length={stage.row_length} cannot hold a prompt of {longest} tokens and"
-                f" max_response_length={stage.max_response_length}."
+                f"config.{row}.row_length={row_length} cannot hold a prompt of {longest[task]} tokens and"
+                f" {response}.max_response_length={max_response_length}."
             )
+
+    judge = "reward_model", config.reward_model.row_length  # reads what answers to "preference"
+    check("preference", "evaluation", config.evaluation.max_response_length, *judge)
+    for name, stage in config.rl_stages.items():
+        check(stage.task, name, stage.max_response_length, name, stage.row_length)
+        if stage.task == "preference":
+            check(stage.task, name, stage.max_response_length, *judge)
+    demonstrations = Demonstrations(prompts, config.sft.mixture, tokenizer, seed=config.seed)
+    example = max(len(demonstrations.example(i).loss_mask) for i in range(500))
+    if example > config.sft.row_length:
+        raise ValueError(
+            f"config.sft.row_length={config.sft.row_length} cannot hold an example of {example} predictions."
+        )
 
 
 class _Recipe:
@@ -195,7 +213,7 @@ class _Recipe:
             pad_id=self.pad_id,
             seed=config.seed,
         )
-        model, self.reward_model_report = train_reward_model(
+        model = train_reward_model(
             config.reward_model,
             self.run_dir,
             self.decoder,
@@ -275,7 +293,8 @@ class _Recipe:
         done = {"stage": name, "title": TITLES[name], "algorithm": algorithm, "eval": results}
         if name == "sft":
             done["mismatch"] = self._mismatch(params)
-        write_json(file, done | {"evaluation_seconds": clock.seconds})
+        done |= {"evaluation_seconds": clock.seconds, "peak_memory_gb": peak_memory_gb()}
+        write_json(file, done)
         self._summarize()
 
     def _mismatch(self, params: Any) -> dict[str, Any]:
@@ -324,7 +343,7 @@ class _Recipe:
             "stages": stages,
             "mismatch": stages[0].pop("mismatch"),
             "reward_model": model,
-            "peak_memory_gb": peak_memory_gb(),
+            "peak_memory_gb": max(s["peak_memory_gb"] for s in stages),
         }
         write_json(self.run_dir.path / "summary.json", summary)
         write_report(self.run_dir.path)

@@ -45,10 +45,16 @@ class RewardModelConfig:
     guards: GuardConfig
 
     def __post_init__(self) -> None:
-        if min(self.num_steps, self.pairs_per_step, self.num_held_out_pairs, self.rows) < 1:
-            raise ValueError(
-                "num_steps, pairs_per_step, num_held_out_pairs and rows must be at least 1."
-            )
+        for name in (
+            "num_steps",
+            "pairs_per_step",
+            "num_held_out_pairs",
+            "rows",
+            "row_length",
+            "checkpoint_every",
+        ):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least 1.")
         make_optimizer(make_schedule(**self.schedule), **self.optimizer)
 
 
@@ -62,13 +68,13 @@ def train_reward_model(
     *,
     pad_id: int,
     seed: int,
-) -> tuple[RewardModel, dict[str, Any]]:
-    """The trained model, and how often it prefers the truly better of two held-out answers (a
-    JSON-able dict)."""
+) -> RewardModel:
+    """The trained model. `done.json` says how often it prefers the truly better of two held-out
+    answers."""
     decoder = dataclasses.replace(
         policy, config=dataclasses.replace(policy.config, value_head=True)
     )
-    head = jax.jit(decoder.init)(jax.random.key(seed))["value_head"]
+    head = jax.jit(lambda key: decoder.init(key)["value_head"])(jax.random.key(seed))
     schedule = make_schedule(**config.schedule)
     optimizer = make_optimizer(schedule, **config.optimizer)
     reduction = make_reduction("preference")
@@ -137,9 +143,11 @@ def train_reward_model(
     )
     pairs = [make_pair(prompts, prompts.train(i), i) for i in range(CENTRING_PAIRS)]
     model.offset = float(np.mean(_scores(model, tokenizer, pairs)))
-    report = _held_out_accuracy(model, tokenizer, prompts, config.num_held_out_pairs)
-    write_json(run.stage("reward_model") / "done.json", report | {"seconds": stage.seconds})
-    return model, report
+    file = stage.directory / "done.json"
+    if not file.exists():
+        report = _held_out_accuracy(model, tokenizer, prompts, config.num_held_out_pairs)
+        write_json(file, report | {"seconds": stage.seconds})
+    return model
 
 
 def _scores(

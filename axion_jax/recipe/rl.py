@@ -94,7 +94,9 @@ class RLConfig:
             "num_steps",
             "prompts_per_step",
             "updates_per_step",
+            "max_response_length",
             "rows",
+            "row_length",
             "evaluate_every",
             "checkpoint_every",
         ):
@@ -114,20 +116,23 @@ class RLConfig:
                 f"temperature={self.temperature} must be above 0: a greedy rollout has one answer."
             )
         make_optimizer(make_schedule(**self.schedule), **self.optimizer)
-        make_shaping(self.shaping, self.max_response_length)
+        shape = make_shaping(self.shaping, self.max_response_length)
+        shape([0.0, 1.0], [1, 1])  # answers an option out of range
         make_policy_loss(self.algorithm, self.correction)
 
 
 def make_policy_loss(algorithm: dict[str, Any], correction: dict[str, Any] | None):
     """The loss with its correction bound, options checked."""
     options = dict(algorithm)
-    name = options.pop("name")
+    name = options.pop("name", None)
     if name not in ("gspo", "grpo"):
         raise ValueError(f"algorithm.name={name!r} is no policy algorithm; known: gspo, grpo.")
     if correction is None:
         return make_loss(name, **options)
     choice = dict(correction)
-    correct = bind(CORRECTIONS, "correction", choice.pop("name"), choice)
+    correct = bind(CORRECTIONS, "correction", choice.pop("name", ""), choice)
+    if not choice["cap"] > 0:
+        raise ValueError(f"correction.cap={choice['cap']} must be above 0.")
     return make_loss(name, **options, correction=functools.partial(correct, **choice))
 
 
@@ -141,7 +146,7 @@ def make_shaping(
     if section is None:
         return lambda rewards, lengths: np.asarray(rewards, np.float64)
     options = dict(section)
-    name = options.pop("name")
+    name = options.pop("name", "")
     bind(SHAPINGS, "shaping", name, options | {"max_length": max_response_length})
     return functools.partial(SHAPINGS[name], max_length=max_response_length, **options)
 

@@ -59,12 +59,16 @@ class SFTConfig:
                 self.num_examples,
                 self.rows,
                 self.row_length,
+                self.checkpoint_every,
             )
             < 1
         ):
             raise ValueError(
-                "num_steps, examples_per_step, num_examples, rows and row_length must be at least 1."
+                "num_steps, examples_per_step, num_examples, rows, row_length and checkpoint_every must be at"
+                " least 1."
             )
+        if not self.mixture:
+            raise ValueError("mixture is empty: name the tasks to draw examples from.")
         if any(share <= 0 for share in self.mixture.values()):
             raise ValueError(f"mixture shares must be above 0, not {self.mixture}.")
         make_optimizer(make_schedule(**self.schedule), **self.optimizer)
