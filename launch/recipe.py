@@ -23,6 +23,22 @@ WORKDIR = flags.DEFINE_string("workdir", None, "Run directory; created if absent
 flags.mark_flags_as_required(["config", "workdir"])
 
 
+def parse_flags(argv: list[str]) -> list[str]:
+    """absl's own parsing, with a mistake answered in a sentence instead of a traceback."""
+    try:
+        rest = flags.FLAGS(argv)
+        _ = CONFIG.value.seed  # a config that could not be loaded says so only when it is read
+        return rest
+    except flags.UnrecognizedFlagError as error:
+        sys.exit(f"Error: {error}")
+    except (flags.Error, OSError) as error:
+        sys.exit(f"Error: {str(error).strip().splitlines()[-1].strip()}")
+    except (AttributeError, KeyError) as error:  # an override of what the config does not have
+        while isinstance(error.args[0], Exception):
+            error = error.args[0]
+        sys.exit(f"Error: No such config key: {'. '.join(str(error.args[0]).splitlines())}")
+
+
 def main(_) -> None:
     if not flags.FLAGS["verbosity"].present:
         logging.set_verbosity(logging.WARNING)  # Orbax reports every file at INFO
@@ -35,4 +51,4 @@ def main(_) -> None:
 
 
 if __name__ == "__main__":
-    app.run(main)
+    app.run(main, flags_parser=parse_flags)
