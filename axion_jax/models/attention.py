@@ -1,4 +1,5 @@
-"""Grouped-query attention: over packed rows for training and prefill, over a KV cache for decoding.
+"""Grouped-query attention: over packed rows for training and prefill, over a KV cache for decoding
+and for prompts taken in pieces.
 
 Decoding attends to the *old* cache and to the current key and value apart, and only then writes
 them: if the updated cache fed both the attention and the next iteration, XLA would copy every cache
@@ -79,6 +80,18 @@ class Attention(nn.Module):
         q, k, v = self.project(x_B1D, positions_B1)
         mixed = attend_cache(q, k, v, keys, values, visible_BS)
         mixed, k, v = lax.optimization_barrier((mixed, k, v))
+        keys = lax.dynamic_update_slice(keys, k.transpose(0, 2, 3, 1), (0, 0, 0, slot))
+        values = lax.dynamic_update_slice(values, v.transpose(0, 2, 1, 3), (0, 0, slot, 0))
+        return self.output(mixed), (keys, values)
+
+    def extend(self, x_BTD, positions_BT, cache, visible_BS: Bool[Array, "B S"], mask_BTT, slot):
+        """A piece of a prompt against a cache, which it joins at `slot`; returns (output, cache)."""
+        keys, values = cache
+        q, k, v = self.project(x_BTD, positions_BT)
+        all_keys = jnp.concatenate([keys.transpose(0, 3, 1, 2), k], axis=1)
+        all_values = jnp.concatenate([values.transpose(0, 2, 1, 3), v], axis=1)
+        old = jnp.broadcast_to(visible_BS[:, None], (*mask_BTT.shape[:2], visible_BS.shape[1]))
+        mixed = attend(q, all_keys, all_values, jnp.concatenate([old, mask_BTT], axis=2))
         keys = lax.dynamic_update_slice(keys, k.transpose(0, 2, 3, 1), (0, 0, 0, slot))
         values = lax.dynamic_update_slice(values, v.transpose(0, 2, 1, 3), (0, 0, slot, 0))
         return self.output(mixed), (keys, values)

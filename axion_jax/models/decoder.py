@@ -62,6 +62,12 @@ class Block(nn.Module):
         x, used = self._mlp(x + mixed, None)
         return x, used, cache
 
+    def extend(self, x, positions, cache, visible, mask, slot):
+        normed = self.attention_norm(x)
+        mixed, cache = self.attention.extend(normed, positions, cache, visible, mask, slot)
+        x, used = self._mlp(x + mixed, None)
+        return x, used, cache
+
     def _mlp(self, x, routing):
         normed = self.mlp_norm(x)
         if isinstance(self.mlp, moe.MoE):
@@ -258,6 +264,38 @@ class Decoder:
             x, ids = jax.lax.scan(body(self._layer(0, True)), x, (params["moe"], forced))
             used = jnp.moveaxis(ids, 0, 2)
         return x, used
+
+    def empty_caches(self, rows: int, slots: int) -> list:
+        """Per layer keys [B, M, H, S] and values [B, M, S, H], as `extend` and `decode` read them."""
+        b, s, m, h = rows, slots, self.config.num_kv_heads, self.config.head_dim
+        return [
+            (jnp.zeros((b, m, h, s), self.dtype), jnp.zeros((b, m, s, h), self.dtype))
+            for _ in range(self.config.num_layers)
+        ]
+
+    def extend(
+        self, params: Params, tokens_BT, positions_BT, segment_ids_BT, caches, visible_BS, slot
+    ):
+        """The next T tokens of each row's prompt against the caches, which they join at `slot`.
+
+        A prompt taken in pieces gives what it gives in one, with scores for one piece at a time.
+        Tokens of segment 0 are padding; of the caches a row sees the slots that are `visible`.
+
+        Returns (hidden [B, T, D], routing [B, T, L, K], caches).
+        """
+        x = jnp.take(params["embed"], tokens_BT, axis=0).astype(self.dtype)
+        mask = packed_causal_mask(segment_ids_BT)
+        used, updated = [], []
+        for (layer, weights, j), cache in zip(self._layers(params), caches, strict=True):
+            x, ids, cache = _apply(
+                layer, weights, x, positions_BT, cache, visible_BS, mask, slot, method="extend"
+            )
+            updated.append(cache)
+            if j is not None:
+                used.append(ids)
+        hidden = rms_norm(x, params["final_norm"], self.config.rms_norm_eps)
+        routing = jnp.stack(used, axis=2) if used else _no_routing(tokens_BT, self.config)
+        return hidden, routing, updated
 
     def decode(self, params: Params, tokens_B, positions_B, caches, visible_BS, slot):
         """One token per row against the caches. Returns (hidden [B, D], routing [B, L, K],
