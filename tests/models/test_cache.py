@@ -119,4 +119,6 @@ def test_decoding_goes_on_where_pieces_end(decoder, params, tokens, plain):
 
 def test_caches_keep_the_type_of_activations(decoder):
     half = dataclasses.replace(decoder, dtype=jnp.bfloat16)
-    assert {leaf.dtype for leaf in jax.tree.leaves(half.empty_caches(1, 2))} == {jnp.bfloat16}
+    assert {leaf.dtype for leaf in jax.tree.leaves(half.empty_caches(1, 2))} == {
+        jnp.dtype(jnp.bfloat16)
+    }
