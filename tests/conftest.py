@@ -108,3 +108,62 @@ def packed():
         return positions, segment_ids
 
     return make
+
+
+@pytest.fixture(scope="session")
+def tiny_tokenizer():
+    """The tiny recipe's byte-level tokenizer: one token for each word and fixed phrase."""
+    from axion_jax.recipe.pipeline import build_tokenizer
+
+    return build_tokenizer()
+
+
+@pytest.fixture(scope="session")
+def scripted_engine(tiny_tokenizer):
+    """`scripted_engine(say)`: an engine whose model is the function `say(prompt text, request) -> text`.
+
+    `request` is the place of the prompt in its call. A text without a stop marker is cut at
+    `max_new_tokens`; None is an engine failure. `calls` keeps the prompts and sampling of each call.
+    """
+    from axion_jax.data.tokenizer import encode
+    from axion_jax.rollout.engine import FinishReason, Generation
+
+    class ScriptedEngine:
+        def __init__(self, say):
+            self.say, self.calls, self.version = say, [], 0
+
+        def generate(self, prompts, sampling):
+            self.calls.append((list(prompts), sampling))
+            texts = tiny_tokenizer.batch_decode(prompts, skip_special_tokens=False)
+            return [
+                self._generation(prompt, self.say(text, request), sampling)
+                for request, (prompt, text) in enumerate(zip(prompts, texts, strict=True))
+            ]
+
+        def _generation(self, prompt, said, sampling):
+            ids = np.array(encode(tiny_tokenizer, said or ""), np.int32)[: sampling.max_new_tokens]
+            reason = FinishReason.LENGTH
+            if len(ids) and ids[-1] in sampling.stop_ids:
+                reason = FinishReason.STOP
+            if said is None:
+                reason = FinishReason.ABORT
+            return Generation(
+                token_ids=ids,
+                logprobs=np.linspace(-1, 0, len(ids), dtype=np.float32),
+                routed_experts=None,
+                finish_reason=reason,
+                weight_version=self.version,
+            )
+
+        def update_weights(self, params, version):
+            self.version = version
+
+        def abort(self): ...
+
+        def flush(self): ...
+
+        def sleep(self): ...
+
+        def wake(self): ...
+
+    return ScriptedEngine

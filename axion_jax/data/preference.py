@@ -71,7 +71,7 @@ def answer(words: tuple[str, ...], rng: random.Random) -> str:
 
 
 def quality(words: tuple[str, ...], text: str) -> float:
-    """The hidden taste, in [-3, 3]: manner at both ends, share of the words truly described,
+    """The hidden taste, from -4.5 to 3: manner at both ends, share of the words truly described,
     repetition."""
     opening = sum(text.startswith(x) for x in POLITE) - sum(text.startswith(x) for x in RUDE)
     closing = sum(text.endswith(x) for x in HELPFUL) - sum(text.endswith(x) for x in ABRUPT)
