@@ -147,7 +147,7 @@ def get_config(variant: str = "full") -> ConfigDict:
             normalize_std=True,
             shaping=dict(name="linear_length_penalty", free_length=16, coefficient=1.0),
             algorithm=dict(name="grpo", clip_low=0.2, clip_high=0.28),
-            schedule=dict(name="constant", learning_rate=2e-4, warmup_steps=4),
+            schedule=dict(name="constant", learning_rate=1e-4, warmup_steps=4),
             optimizer=adamw,
             rows=16,
             row_length=128,
