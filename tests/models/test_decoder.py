@@ -285,14 +285,17 @@ def test_qk_norm_takes_the_length_out_of_queries_and_keys(
 
 
 @pytest.mark.parametrize("num_dense_layers", [0, 2])
-def test_decoders_of_one_kind_of_layer_only_run(
+def test_decoders_of_one_kind_of_layer_only_run_unrolled_and_scanned(
     forward, tiny, random_params, tokens, rows, num_dense_layers
 ):
     config = dataclasses.replace(tiny, num_layers=2, num_dense_layers=num_dense_layers)
-    decoder = Decoder(config)
-    logits, routing = forward(decoder, random_params(decoder), tokens, *rows)
-    assert np.all(np.isfinite(logits)) and np.std(logits) > 0.1
+    params = random_params(Decoder(config))
+    logits, routing = forward(Decoder(config), params, tokens, *rows)
+    scanned = forward(Decoder(config, scan_layers=True), params, tokens, *rows)
+    assert np.std(logits) > 0.1
     assert routing.shape == (2, T, 2 - num_dense_layers, 2)
+    np.testing.assert_allclose(scanned[0], logits, atol=1e-5)
+    np.testing.assert_array_equal(scanned[1], routing)
 
 
 def test_bfloat16_activations_stay_near_float32(forward, decoder, params, tokens, rows, own):
