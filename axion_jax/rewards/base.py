@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -35,17 +36,20 @@ class Scorer(Protocol):
 def score_all(
     scorer: Scorer, samples: Sequence[Sample], *, timeout: float
 ) -> list[Reward | Unscorable]:
-    """Scores samples concurrently. An exception or a time-out (seconds) of the scorer is
-    Unscorable, never a 0."""
+    """Scores samples concurrently. An exception, a time-out (seconds) or a reward that is not
+    finite is Unscorable, never a 0."""
 
     async def one(sample: Sample) -> Reward | Unscorable:
         try:
             async with asyncio.timeout(timeout):
-                return await scorer.score(sample)
+                reward = await scorer.score(sample)
         except TimeoutError:
             return Unscorable(f"scorer exceeded {timeout:g} s")
         except Exception as error:
             return Unscorable(f"scorer failed: {type(error).__name__}: {error}")
+        if isinstance(reward, Reward) and not math.isfinite(reward.value):
+            return Unscorable(f"scorer gave {reward.value}")
+        return reward
 
     async def every() -> list[Reward | Unscorable]:
         return list(await asyncio.gather(*map(one, samples)))
