@@ -14,7 +14,7 @@ from typing import Protocol
 
 from axion_jax.data.chat import Response
 from axion_jax.data.prompts import Prompt
-from axion_jax.types import Reward, Trajectory, Unscorable
+from axion_jax.types import Reward, StopReason, Trajectory, Unscorable
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,10 +36,12 @@ class Scorer(Protocol):
 def score_all(
     scorer: Scorer, samples: Sequence[Sample], *, timeout: float
 ) -> list[Reward | Unscorable]:
-    """Scores samples concurrently. An exception, a time-out (seconds) or a reward that is not
-    finite is Unscorable, never a 0."""
+    """Scores samples concurrently. An aborted sample, and an exception, a time-out (seconds) or a
+    reward that is not finite of the scorer, are Unscorable, never a 0."""
 
     async def one(sample: Sample) -> Reward | Unscorable:
+        if sample.trajectory.stop_reason is StopReason.ABORTED:
+            return Unscorable("the sample was aborted")
         try:
             async with asyncio.timeout(timeout):
                 reward = await scorer.score(sample)

@@ -18,7 +18,7 @@ from axion_jax.data.pack import Packed, Slot, pack
 from axion_jax.models.decoder import Decoder
 from axion_jax.models.scores import make_value_fn
 from axion_jax.rewards.base import Sample
-from axion_jax.types import Reward, StopReason, Trajectory, Unscorable
+from axion_jax.types import Reward, Trajectory
 
 
 def judged(trajectory: Trajectory, *, end_id: int, advantage: float = 0.0) -> Trajectory:
@@ -115,9 +115,7 @@ class RewardModelScorer:
         self.model = model
         self._waiting: list[tuple[Trajectory, asyncio.Future]] = []
 
-    async def score(self, sample: Sample) -> Reward | Unscorable:
-        if sample.trajectory.stop_reason is StopReason.ABORTED:
-            return Unscorable("the sample was aborted")
+    async def score(self, sample: Sample) -> Reward:
         loop = asyncio.get_running_loop()
         future = loop.create_future()
         self._waiting.append((sample.trajectory, future))

@@ -6,7 +6,7 @@ import time
 import pytest
 
 from axion_jax.rewards.base import score_all
-from axion_jax.types import Reward, Unscorable
+from axion_jax.types import Reward, StopReason, Unscorable
 
 
 class Scripted:
@@ -66,6 +66,16 @@ def test_samples_are_scored_at_the_same_time(sample):
     scorer = Scripted()
     score_all(scorer, [sample("1")] * 16, timeout=5)
     assert scorer.most_running == 16
+
+
+def test_a_sample_that_we_aborted_is_unscorable_and_not_shown_to_the_scorer(sample):
+    scorer = Scripted()
+    samples = [sample("1", stop_reason=StopReason.ABORTED), sample("1")]
+    assert score_all(scorer, samples, timeout=5) == [
+        Unscorable("the sample was aborted"),
+        Reward(1.0),
+    ]
+    assert scorer.most_running == 1
 
 
 def test_no_samples_have_no_verdicts():

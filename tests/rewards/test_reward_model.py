@@ -10,7 +10,7 @@ from axion_jax.models.decoder import Decoder
 from axion_jax.models.scores import make_value_fn
 from axion_jax.rewards.base import score_all
 from axion_jax.rewards.reward_model import RewardModel, RewardModelScorer, judged
-from axion_jax.types import Batch, Reward, StopReason, Trajectory, Unscorable
+from axion_jax.types import Batch, Trajectory, Unscorable
 
 END = 47
 
@@ -38,15 +38,6 @@ def test_what_arrives_together_is_scored_as_one_batch_in_its_order(sample):
     assert verdicts[0].parts == {"reward_model": verdicts[0].value}
     score_all(scorer, samples[:1], timeout=5)  # another event loop
     assert model.sizes == [4, 1]
-
-
-def test_an_aborted_sample_is_unscorable_and_not_shown_to_the_model(sample):
-    model = CountingModel()
-    samples = [sample("a", token_ids=(1, 2)), sample("b", stop_reason=StopReason.ABORTED)]
-    verdicts = score_all(RewardModelScorer(model), samples, timeout=5)
-    assert isinstance(verdicts[0], Reward)
-    assert verdicts[1] == Unscorable("the sample was aborted")
-    assert model.sizes == [1]
 
 
 def test_a_failure_of_the_model_makes_the_whole_batch_unscorable_and_the_next_one_goes_on(sample):
