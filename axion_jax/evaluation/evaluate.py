@@ -87,6 +87,9 @@ def _summary(samples: list[Sample], per_prompt: int, real_valued: bool) -> dict[
     for sample in samples:
         if sample.trajectory.reward is not None:
             rewards.setdefault(sample.prompt.task_id, []).append(sample.trajectory.reward.value)
+    if not rewards:
+        families = ", ".join(sorted({s.prompt.family for s in samples}))
+        raise RuntimeError(f"None of the {len(samples)} samples of {families} could be scored.")
     threshold = 0.0 if real_valued else 0.5
     passed = {task: [r > threshold for r in values] for task, values in rewards.items()}
     rates = [float(np.mean(values)) for values in passed.values()]

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 
 import numpy as np
+from absl import logging
 from transformers import PreTrainedTokenizerFast
 
 from axion_jax.data.chat import encode_prompt, parse_response
@@ -19,7 +21,7 @@ from axion_jax.data.prompts import Prompt, PromptSet, stream_rng
 from axion_jax.rewards.base import Sample, Scorer, score_all
 from axion_jax.rl.filters import select_groups
 from axion_jax.rollout.engine import Engine, Sampling, to_trajectory
-from axion_jax.types import Reward, Trajectory
+from axion_jax.types import Reward, Trajectory, Unscorable
 
 SCORE_TIMEOUT = 60.0
 """Seconds after which a scorer is given up on; its sample then leaves its group."""
@@ -85,6 +87,9 @@ def sample_and_score(
         response = parse_response(text, enable_thinking=enable_thinking(prompt))
         samples.append(Sample(prompt, text, response, trajectory))
     rewards = score_all(task.scorer, samples, timeout=SCORE_TIMEOUT)
+    failures = Counter(r.reason for r in rewards if isinstance(r, Unscorable))
+    for reason, count in failures.items():
+        logging.warning("%d of %d samples not scored: %s", count, len(samples), reason)
     return [
         dataclasses.replace(
             sample,

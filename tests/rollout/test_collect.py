@@ -137,7 +137,7 @@ def test_the_filter_sees_raw_rewards_of_the_whole_group(collect):
     assert seen == [[0.0, 0.25, 0.5, 0.75], [1.0, 1.25, 1.5, 1.75]]
 
 
-def test_unscorable_and_aborted_samples_leave_their_group_and_count_as_no_reward(collect):
+def test_unscorable_and_aborted_samples_leave_their_group_and_count_as_no_reward(collect, caplog):
     said = {0: [1, "none", 0, 0], 1: [1, None, "none", "none"]}
     collected, _ = collect(lambda number, sample: said[number][sample], max_oversampling=1)
     # Of prompt 1 a single scored sample is left, which has nothing to be compared with.
@@ -146,6 +146,7 @@ def test_unscorable_and_aborted_samples_leave_their_group_and_count_as_no_reward
     assert collected.metrics["groups_too_small"] == 1
     assert collected.metrics["unscorable_share"] == 4 / 8
     assert collected.metrics["raw_reward"] == 2 / 4
+    assert "3 of 8 samples not scored: no verdict" in caplog.text
     assert collected.samples[5].trajectory.stop_reason is StopReason.ABORTED
 
 
