@@ -214,6 +214,9 @@ def train_rl(
     sampling = Sampling(
         max_new_tokens=config.max_response_length, stop_ids=stop_ids, temperature=config.temperature
     )
+    if stage.step == 0:
+        held_out = held_out_score(state.params, int(state.step))
+        run.log(name, 0, {"held_out": held_out, "seconds": stage.seconds})
     while stage.step < config.num_steps:
         before = stage.seconds
         engine.update_weights(state.params, int(state.step))

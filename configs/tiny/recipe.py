@@ -104,7 +104,7 @@ def get_config(variant: str = "full") -> ConfigDict:
             optimizer=adamw,
             rows=16,
             row_length=128,
-            evaluate_every=10,
+            evaluate_every=5,
             checkpoint_every=5,
             guards=dict(max_skipped_in_a_row=5, min_entropy=0.005),
         )
