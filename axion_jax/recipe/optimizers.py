@@ -65,8 +65,8 @@ def muon(
     weight_decay: float,
     max_grad_norm: float,
 ) -> optax.GradientTransformation:
-    """Muon on the weight matrices of the layers, AdamW (b1, b2) on embeddings, heads, router, norms
-    and biases."""
+    """Muon with weight decay on the weight matrices of the layers; on embeddings, heads, router,
+    norms and biases Adam (b1, b2) with Nesterov momentum and without decay."""
 
     def dimension_numbers(params):
         def leaf(path, value):
