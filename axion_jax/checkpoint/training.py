@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import pathlib
+import zlib
 from typing import Any
 
 import jax
@@ -42,11 +43,12 @@ class TrainingCheckpoints:
         devices."""
         if step in self._manager.all_steps():
             return  # a resumed run reached a step that is already there, with the same content
-        host = json.loads(json.dumps(host))  # a copy: Orbax writes it later, the caller goes on
+        text = json.dumps(host)  # now: Orbax writes in the background while the caller goes on
         self._manager.save(
             step,
             args=ocp.args.Composite(
-                state=ocp.args.StandardSave(state), host=ocp.args.JsonSave(host)
+                state=ocp.args.StandardSave(state),
+                host=ocp.args.JsonSave({"json": text, "crc32": zlib.crc32(text.encode())}),
             ),
         )
 
@@ -66,9 +68,13 @@ class TrainingCheckpoints:
                         state=ocp.args.StandardRestore(abstract_state), host=ocp.args.JsonRestore()
                     ),
                 )
+                text = restored["host"]["json"]
+                if zlib.crc32(text.encode()) != restored["host"]["crc32"]:
+                    raise ValueError("the host state is damaged: its checksum differs")
+                host = json.loads(text)
             except Exception as error:  # Orbax raises many kinds; every one means "not this step"
                 problems.append(
-                    f"step {step}: {type(error).__name__}: {str(error).splitlines()[0][:200]}"
+                    f"step {step}: {type(error).__name__}: {str(error).partition('\n')[0][:200]}"
                 )
                 logging.warning(
                     "Checkpoint %s/%d cannot be read (%s); falling back to an older one.",
@@ -78,7 +84,7 @@ class TrainingCheckpoints:
             for bad in self.steps():
                 if bad > step:
                     self._set_aside(bad)
-            return step, restored["state"], restored["host"]
+            return step, restored["state"], host
         if problems:
             raise ValueError(
                 f"None of the checkpoints in {self.directory} can be read ({'; '.join(problems)}). Remove the directory"
