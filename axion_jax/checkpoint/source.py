@@ -161,6 +161,10 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
         return _open_hf(directory.parent, [directory])
     if not directory.is_dir():
         raise ValueError(f"{directory}: no such checkpoint directory.")
+    if (directory / "convert.json").is_file():
+        raise ValueError(
+            f"{directory} is a conversion that did not finish; give the same command again."
+        )
     if (directory / "_METADATA").is_file():
         return _open_orbax(directory)
     if (directory / INDEX).is_file() or list(directory.glob("*.safetensors")):
@@ -169,11 +173,9 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
         from axion_jax.checkpoint.training_source import open_training  # imports Orbax
 
         return open_training(directory)
-    partial = directory / "convert.json"
-    hint = " A conversion into it did not finish; run it again." if partial.is_file() else ""
     raise ValueError(
         f"{directory} holds no checkpoint: expected *.safetensors (Hugging Face), _METADATA (Orbax)"
-        f" or checkpoints/ (a stage of a run).{hint}"
+        f" or checkpoints/ (a stage of a run)."
     )
 
 
@@ -201,6 +203,12 @@ def _side_files(directory: pathlib.Path) -> tuple[pathlib.Path, ...]:
 
 def _open_hf(directory: pathlib.Path, files: list[pathlib.Path] | None) -> Checkpoint:
     config = read_json(directory / "config.json")
+    tensors = _hf_tensors(directory, files)
+    return _checkpoint("hf", directory, config, tensors, _side_files(directory))
+
+
+def _hf_tensors(directory: pathlib.Path, files: list[pathlib.Path] | None) -> dict[str, Tensor]:
+    """What the given files hold, or those of the directory's index."""
     promised: dict[str, str] = {}
     if files is None:
         if (directory / INDEX).is_file():
@@ -228,7 +236,14 @@ def _open_hf(directory: pathlib.Path, files: list[pathlib.Path] | None) -> Check
     for name, where in promised.items():
         if name not in tensors or tensors[name].where != str(directory / where):
             raise ValueError(f"{INDEX} says {name} is in {directory / where}, which lacks it.")
-    return _checkpoint("hf", directory, config, tensors, _side_files(directory))
+    return tensors
+
+
+def open_tensors(directory: pathlib.Path) -> dict[str, Tensor]:
+    """The tensors of a Hugging Face or Orbax checkpoint, whatever its config says; one per expert."""
+    if (directory / "_METADATA").is_file():
+        return _split_experts(_orbax_tensors(directory))
+    return _split_experts(_hf_tensors(directory, None))
 
 
 def _checkpoint(
@@ -277,20 +292,25 @@ def _split_experts(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _open_orbax(directory: pathlib.Path) -> Checkpoint:
-    metadata = read_json(directory / "_METADATA")
-    if not (directory / SIDE_FOLDER / "config.json").is_file():
+    side = directory / SIDE_FOLDER
+    if not (side / "config.json").is_file():
         raise ValueError(
             f"{directory} is an Orbax tree that launch/convert.py did not write: it lacks"
             f" {SIDE_FOLDER}/config.json."
         )
-    tensors = {}
-    for row in metadata["tree_metadata"].values():
-        (key,) = [k["key"] for k in row["key_metadata"]]
-        tensors[key] = _open_zarr(directory / key, key)
+    metadata = read_json(directory / "_METADATA")
     trained = bool((metadata.get("custom_metadata") or {}).get("trained"))
-    side = directory / SIDE_FOLDER
     config = read_json(side / "config.json")
+    tensors = _orbax_tensors(directory)
     return _checkpoint("orbax", directory, config, tensors, _side_files(side), trained)
+
+
+def _orbax_tensors(directory: pathlib.Path) -> dict[str, Tensor]:
+    tensors = {}
+    for row in read_json(directory / "_METADATA")["tree_metadata"].values():
+        key = ".".join(str(k["key"]) for k in row["key_metadata"])
+        tensors[key] = _open_zarr(directory / key, key)
+    return tensors
 
 
 def zarr_dtype(name: str) -> np.dtype:
@@ -308,7 +328,7 @@ def _open_zarr(folder: pathlib.Path, name: str) -> Tensor:
     dtype = zarr_dtype(info["dtype"])
     whole = math.prod(chunks) * dtype.itemsize
     left, extents = math.prod(shape) * dtype.itemsize, []
-    for i in range(-(-shape[0] // chunks[0])):
+    for i in range(-(-shape[0] // chunks[0]) if shape else 1):
         path = folder / ".".join([str(i)] + ["0"] * (len(shape) - 1))
         size = path.stat().st_size if path.is_file() else 0
         if size != whole:

@@ -1,0 +1,80 @@
+"""FP8 (e4m3) weights as inference engines store them: codes and the scales that multiply them.
+
+    scale = max(absmax, 1e-12) / 448        of a 128 x 128 block, or of an output channel
+    code  = e4m3(clip(w / scale, -448, 448))
+
+all in float32, rounded to nearest even: bit for bit what the converters of the reference stack write.
+Two things would break that and are kept out: XLA turns a division by a constant, or by a broadcast array,
+into a multiplication with the reciprocal (one bit off; the barriers prevent it), and casts to float8 are
+emulated slowly on CPU (the code is taken from the bits of the float32 instead).
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from axion_jax.models.quantize import BLOCK, E4M3_MAX, MIN_SCALE_NUMERATOR
+
+
+@jax.jit
+def quantize_blocks(weight: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """(codes [N, K] uint8, scales [ceil(N/128), ceil(K/128)] float32) of a float32 or bfloat16 weight.
+
+    Blocks at the edges may be ragged. A block of zeros has codes 0 and the scale 1e-12 / 448.
+    """
+    n, k = weight.shape
+    magnitude = jnp.pad(_magnitude_bits(weight), ((0, -n % BLOCK), (0, -k % BLOCK)))
+    rows, cols = magnitude.shape[0] // BLOCK, magnitude.shape[1] // BLOCK
+    largest = jnp.max(magnitude.reshape(rows, BLOCK, cols, BLOCK), axis=(1, 3))
+    scales = _scales(_float32(largest))
+    wide = jnp.broadcast_to(scales[:, None, :, None], (rows, BLOCK, cols, BLOCK))
+    return _codes(weight, wide.reshape(magnitude.shape)[:n, :k]), scales
+
+
+@jax.jit
+def quantize_channels(weight: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """(codes [N, K] uint8, scales [N, 1] float32): one scale for each output."""
+    largest = jnp.max(_magnitude_bits(weight), axis=1, keepdims=True)
+    scales = _scales(_float32(largest))
+    return _codes(weight, jnp.broadcast_to(scales, weight.shape)), scales
+
+
+def _magnitude_bits(x: jax.Array) -> jax.Array:
+    """|x| as an integer that orders like it."""
+    if x.dtype == jnp.bfloat16:
+        return lax.bitcast_convert_type(x, jnp.uint16) & jnp.uint16(0x7FFF)
+    return lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32) & jnp.uint32(0x7FFFFFFF)
+
+
+def _float32(bits: jax.Array) -> jax.Array:
+    if bits.dtype == jnp.uint16:
+        bits = bits.astype(jnp.uint32) << 16
+    return lax.bitcast_convert_type(bits, jnp.float32)
+
+
+def _scales(largest: jax.Array) -> jax.Array:
+    divisor = lax.optimization_barrier(jnp.full(largest.shape, E4M3_MAX, jnp.float32))
+    return jnp.maximum(largest, MIN_SCALE_NUMERATOR) / divisor
+
+
+def _codes(weight: jax.Array, scales: jax.Array) -> jax.Array:
+    ratio = weight.astype(jnp.float32) / lax.optimization_barrier(scales)
+    return e4m3_codes(jnp.clip(ratio, -E4M3_MAX, E4M3_MAX))
+
+
+def e4m3_codes(x: jax.Array) -> jax.Array:
+    """The uint8 e4m3 codes of float32 values in [-448, 448], ties to even.
+
+    e4m3 has 4 bits of exponent with bias 7 and 3 of mantissa: its code is the upper bits of the float32
+    with 120 = 127 - 7 taken off the exponent. Below 2^-6 it counts steps of 2^-9; adding 2^14, where
+    float32 has just that step, rounds to them.
+    """
+    bits = lax.bitcast_convert_type(x, jnp.uint32)
+    sign, magnitude = (bits >> 24) & 0x80, bits & 0x7FFFFFFF
+    to_even = (magnitude >> 20) & 1
+    normal = ((magnitude + 0x7FFFF + to_even) >> 20) - (120 << 3)
+    size = lax.bitcast_convert_type(magnitude, jnp.float32)
+    subnormal = lax.bitcast_convert_type(size + 2.0**14, jnp.uint32) & 0xF
+    return (sign | jnp.where(size < 2.0**-6, subnormal, normal)).astype(jnp.uint8)
