@@ -44,6 +44,25 @@ def test_entropy_is_that_of_the_temperature_scaled_distribution():
     assert scores_of([0, 1], 0)[1] == pytest.approx(0.5822031, abs=1e-5)
 
 
+def test_gradients_of_logprob_and_entropy_are_the_textbooks():
+    # d log p_y / d z = (onehot(y) - p) / T,   d H / d z = -p (log p + H) / T.
+    z, temperature = jnp.asarray([0.3, -1.0, 2.0]), 0.6
+    log_p = jax.nn.log_softmax(z / temperature)
+    entropy = -jnp.sum(jnp.exp(log_p) * log_p)
+
+    @jax.jacobian
+    def gradients(z):
+        arguments = (IDENTITY_HEAD, None, z[None, None], jnp.asarray([[1]]))
+        options = {"temperature": temperature, "entropy": True, "chunk": 1}
+        return jnp.concatenate(token_logprobs(*arguments, **options))[:, 0]
+
+    expected = [
+        (jnp.asarray([0.0, 1.0, 0.0]) - jnp.exp(log_p)) / temperature,
+        -jnp.exp(log_p) * (log_p + entropy) / temperature,
+    ]
+    np.testing.assert_allclose(gradients(z), expected, atol=1e-6)
+
+
 def test_a_uniform_distribution_has_the_entropy_of_its_number_of_choices():
     logprob, entropy = scores_of([2.0] * 5, 3)
     assert logprob == pytest.approx(-np.log(5), abs=1e-6)

@@ -73,6 +73,30 @@ def test_sampled_frequencies_are_the_probabilities(engine, policy, prompts):
     assert statistic < scipy.stats.chi2.ppf(0.999, df=len(expected) - 1)
 
 
+def test_draws_at_successive_positions_and_in_neighbouring_rows_are_independent(engine, policy):
+    # Where in its distribution a draw fell (0..1): u1 of the first token, u2 of the second, which
+    # is uniform whatever the first one was. |correlation| of 1000 pairs is below 4 / sqrt(1000).
+    prompt, n = np.array([5, 9, 2], np.int32), 1000
+    sampling = Sampling(max_new_tokens=2, stop_ids=(), seed=2)
+    drawn = np.stack([g.token_ids for g in engine.generate([prompt] * n, sampling)])
+    vocab = np.arange(policy.decoder.config.vocab_size)
+    after = [[*prompt, token] for token in vocab]
+    logits = np.concatenate([policy.logits(after[i : i + 16])[0] for i in range(0, len(vocab), 16)])
+
+    def fell_at(tokens, probabilities):
+        below = np.sum(probabilities * (vocab[None] < tokens[:, None]), axis=-1)
+        return below + np.take_along_axis(probabilities, tokens[:, None], axis=-1)[:, 0] / 2
+
+    first, second = drawn.T
+    p1 = np.asarray(jax.nn.softmax(logits[:1, 2]))
+    u1 = fell_at(first, np.repeat(p1, n, axis=0))
+    u2 = fell_at(second, np.asarray(jax.nn.softmax(logits[:, 3]))[first])
+    assert abs(np.mean(u1) - 0.5) < 4 * (1 / 12 / n) ** 0.5
+    assert abs(np.mean(u2) - 0.5) < 4 * (1 / 12 / n) ** 0.5
+    assert abs(np.corrcoef(u1, u2)[0, 1]) < 4 * n**-0.5
+    assert abs(np.corrcoef(u1[1:], u1[:-1])[0, 1]) < 4 * n**-0.5
+
+
 def test_temperature_zero_takes_the_most_likely_token_and_reports_it_at_temperature_one(
     engine, policy, prompts
 ):

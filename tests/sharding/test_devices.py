@@ -22,6 +22,8 @@ from axion_jax.rollout.jax_engine import JaxEngine
 from axion_jax.sharding.rules import batch_sharding, param_shardings, state_shardings
 from axion_jax.types import TrainState, Trajectory
 
+pytestmark = pytest.mark.slow
+
 MESHES = {"8x1": (8, 1), "1x8": (1, 8), "2x4": (2, 4)}
 """data x fsdp."""
 # eps=1e-6: where a gradient is 0 up to rounding, Adam would make a full step of either sign of it.
