@@ -213,9 +213,9 @@ def _choose(shapes, config: ModelConfig, export: Export) -> tuple[set[str], dict
 def _misaligned(group, members, shapes, config: ModelConfig, export: Export) -> str | None:
     """Why SGLang could not load these modules as FP8 blocks, or None.
 
-    Its rule: every shard of a split dimension holds whole blocks, and so does every part but the last of
-    a merged matrix (q k v; gate up) even when nothing is split. Experts are split over
-    tensor_parallel / expert_parallel.
+    Its rule: every shard of a split dimension holds whole blocks, and so does every part of a merged
+    matrix (q k v; gate up) even when nothing is split. Experts are split over tensor_parallel /
+    expert_parallel.
     """
     if export.to != "sglang_fp8":
         return None
@@ -235,8 +235,9 @@ def _misaligned(group, members, shapes, config: ModelConfig, export: Export) -> 
 
 
 def _not_whole(parts: Mapping[str, float], tp: int) -> str | None:
-    checked = list(parts.items()) if tp > 1 else list(parts.items())[:-1]
-    for name, size in checked:
+    if tp == 1 and len(parts) == 1:
+        return None  # nothing is split and nothing merged: ragged edges are fine
+    for name, size in parts.items():
         if size % BLOCK:
             return f"{name} has {size:g} rows a shard at tensor_parallel={tp}, not a multiple of {BLOCK}"
     return None
@@ -261,15 +262,25 @@ def _misaligned_experts(group, width: int, config: ModelConfig, export: Export) 
     return None
 
 
+def _fused(module: str) -> str | None:
+    """The engine's module that holds this one merged with others."""
+    head, _, last = module.rpartition(".")
+    if ".experts." in module:
+        return module.split(".experts.")[0] + ".experts"
+    if last in ("q_proj", "k_proj", "v_proj"):
+        return f"{head}.qkv_proj"
+    return f"{head}.gate_up_proj" if last in ("gate_proj", "up_proj") else None
+
+
 def _quantization_config(shapes, quantised: set[str], export: Export) -> dict[str, Any]:
     kept = [
         name.removesuffix(".weight")
         for name, shape in shapes.items()
         if name.endswith(".weight") and len(shape) == 2 and name not in quantised
     ]
-    # An engine holds a layer's experts as one module, and asks by its name.
-    experts = dict.fromkeys(m.split(".experts.")[0] + ".experts" for m in kept if ".experts." in m)
-    kept = sorted([*kept, *experts], key=names.sort_key)
+    # An engine also asks by the names of its own, fused modules.
+    fused = {m: _fused(m) for m in kept}
+    kept = sorted({*kept, *filter(None, fused.values())}, key=names.sort_key)
     if export.to == "sglang_fp8":
         return {
             "quant_method": "fp8",
