@@ -45,6 +45,10 @@ class Batch:
     to it."""
     advantages: jax.Array | None = None
     """[B, T] float32. Constant over a sequence for group-relative methods."""
+    returns: jax.Array | None = None
+    """[B, T] float32. Targets of the value head, where there is one."""
+    old_values: jax.Array | None = None
+    """[B, T] float32. What the value head said before the first update on this data."""
     sampler_logprobs: jax.Array | None = None
     """[B, T] float32, nats. As the inference engine reported them when it sampled `targets`."""
     old_logprobs: jax.Array | None = None
@@ -159,6 +163,9 @@ class Trajectory:
     """[N-1] float32, nats; 0 where `loss_mask` is False."""
     routing: np.ndarray | None = None
     """[N-1, L, K] smallest signed integer type. Experts used for input token t; -1: unknown."""
+    routing_version: np.ndarray | None = None
+    """[N-1] int32. Version of the weights that chose each row of `routing`; None: those that
+    sampled."""
     policy_version: np.ndarray | None = None
     """[N-1] int32. Version of the weights that sampled `token_ids[t + 1]`; -1 for tokens the policy
     did not sample."""
@@ -169,14 +176,18 @@ class Trajectory:
     rollout_id: int = 0
     """Samples split from one rollout share it, and share its place in the denominator."""
     task_id: str = ""
-    advantage: float | None = None
-    """Set by rl/advantages.py."""
+    advantage: float | np.ndarray | None = None
+    """Set by rl/advantages.py: one for all, or [N-1] float32, one for each prediction."""
+    returns: np.ndarray | None = None
+    """[N-1] float32. Targets of the value head (rl/gae.py)."""
+    values: np.ndarray | None = None
+    """[N-1] float32. What the value head said before the first update on this data."""
 
     def __post_init__(self) -> None:
         n = len(self.token_ids) - 1
-        for name in ("loss_mask", "sampler_logprobs", "routing", "policy_version"):
+        for name in _PER_PREDICTION:
             array = getattr(self, name)
-            if array is not None and len(array) != n:
+            if array is not None and np.ndim(array) and len(array) != n:
                 raise ValueError(
                     f"Trajectory.{name} has {len(array)} entries, but {n + 1} tokens make {n} predictions."
                 )
@@ -188,3 +199,15 @@ class Trajectory:
 
     def replace(self, **changes: Any) -> Trajectory:
         return dataclasses.replace(self, **changes)
+
+
+_PER_PREDICTION = (
+    "loss_mask",
+    "sampler_logprobs",
+    "routing",
+    "routing_version",
+    "policy_version",
+    "advantage",
+    "returns",
+    "values",
+)

@@ -48,6 +48,7 @@ def pack(
     routing_shape: tuple[int, int] | None = None,
     with_advantages: bool = False,
     with_sampler_logprobs: bool = False,
+    with_returns: bool = False,
     microbatches: int | None = None,
     together: int = 1,
     max_segments: int | None = None,
@@ -66,6 +67,7 @@ def pack(
         -1. The type is that of the trajectories' arrays, int8 where none has one.
       with_advantages: spread `Trajectory.advantage` over its trained predictions.
       with_sampler_logprobs: carry `Trajectory.sampler_logprobs`.
+      with_returns: carry `Trajectory.returns` and `values`, for a value head.
       microbatches: M, storage to fill, so that steps of different size share one compiled shape.
         None: as many as needed.
       together: trajectories k * together, ... share a row, as neighbouring segments in the order
@@ -105,6 +107,8 @@ def pack(
         leaves["advantages"] = filled(0, np.float32)
     if with_sampler_logprobs:
         leaves["sampler_logprobs"] = filled(0, np.float32)
+    if with_returns:
+        leaves["returns"], leaves["old_values"] = filled(0, np.float32), filled(0, np.float32)
     if routing_shape is not None:
         recorded = [t.routing.dtype for t in trajectories if t.routing is not None]
         leaves["routing"] = filled(-1, np.result_type(np.int8, *recorded), *routing_shape)
@@ -123,6 +127,9 @@ def pack(
         if with_sampler_logprobs:
             logprobs = _needed(trajectory, "sampler_logprobs", "with_sampler_logprobs")
             leaves["sampler_logprobs"][span] = logprobs
+        if with_returns:
+            leaves["returns"][span] = _needed(trajectory, "returns", "with_returns")
+            leaves["old_values"][span] = _needed(trajectory, "values", "with_returns")
         if routing_shape is not None and trajectory.routing is not None:
             if trajectory.routing.shape[1:] != tuple(routing_shape):
                 raise ValueError(

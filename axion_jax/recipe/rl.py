@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -30,12 +31,15 @@ from axion_jax.recipe.guards import GuardConfig
 from axion_jax.recipe.optimizers import bind, make_optimizer, make_schedule
 from axion_jax.recipe.run import RunDirectory
 from axion_jax.recipe.stage import Stage, init_state, put_microbatches, to_floats
-from axion_jax.rl import corrections, shaping
-from axion_jax.rl.advantages import assign_advantages
-from axion_jax.rl.algorithms import make_loss, make_reduction
+from axion_jax.rl import shaping
+from axion_jax.rl.advantages import BASELINES, assign_advantages
+from axion_jax.rl.algorithms import make_reduction
+from axion_jax.rl.compose import make_policy_loss
 from axion_jax.rl.corrections import mismatch_metrics
-from axion_jax.rl.filters import mean_reward_window
-from axion_jax.rl.update import make_score_step, make_update_step
+from axion_jax.rl.filters import Keep, mean_above, mean_at_most, rewards_differ
+from axion_jax.rl.reduce import Reduction
+from axion_jax.rl.routing import prepare_routing
+from axion_jax.rl.update import LossFn, make_score_step, make_update_step
 from axion_jax.rollout.collect import Collected, Task, collect_groups
 from axion_jax.rollout.engine import Engine, Sampling
 from axion_jax.types import Reward, Trajectory
@@ -46,16 +50,34 @@ class FilterConfig:
     """Online filter: keep groups with low < mean raw reward <= high, over-sampling to replace the
     others."""
 
-    low: float
-    high: float
+    low: float | None = None
+    """None: no lower end."""
+    high: float | None = None
+    """None: no upper end."""
+    differing: bool = False
+    """Also drop groups whose rewards are all alike: all pass, all fail."""
     max_oversampling: int
     """Most prompts drawn for each one wanted."""
 
     def __post_init__(self) -> None:
-        if not self.low < self.high:
+        if self.low is not None and self.high is not None and not self.low < self.high:
             raise ValueError(f"filter.low={self.low} must be below filter.high={self.high}.")
+        if not self.keep:
+            raise ValueError("filter drops nothing: set low, high or differing, or leave it out.")
         if self.max_oversampling < 1:
             raise ValueError(f"filter.max_oversampling={self.max_oversampling} must be at least 1.")
+
+    @property
+    def keep(self) -> dict[str, Keep]:
+        """Filters, each named after what it takes out."""
+        filters: dict[str, Keep] = {}
+        if self.low is not None:
+            filters["too_hard"] = functools.partial(mean_above, low=self.low)
+        if self.high is not None:
+            filters["too_easy"] = functools.partial(mean_at_most, high=self.high)
+        if self.differing:
+            filters["all_alike"] = rewards_differ
+        return filters
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -76,8 +98,10 @@ class RLConfig:
     """First layers that the rollout engine keeps in full precision, FP8 after them; None: no
     FP8."""
     mask_truncated: bool
-    normalize_std: bool
+    advantage: dict[str, Any]
+    """The group's baseline: group_std, group_mean or leave_one_out (rl/advantages.py)."""
     algorithm: dict[str, Any]
+    """The policy loss (rl/algorithms.py) and its options."""
     schedule: dict[str, Any]
     optimizer: dict[str, Any]
     rows: int
@@ -88,6 +112,17 @@ class RLConfig:
     filter: FilterConfig | None = None
     shaping: dict[str, Any] | None = None
     correction: dict[str, Any] | None = None
+    """Weights of trainer over engine. This and what follows: rl/compose.py."""
+    rejection: dict[str, Any] | None = None
+    """Sequences left out for how trainer and engine differ on them."""
+    staleness: dict[str, Any] | None = None
+    """Weights of the current policy over the one that the rollout step began with."""
+    kl: dict[str, Any] | None = None
+    """Distance to the stage's initial policy."""
+    entropy_bonus: float | None = None
+    """Coefficient of the entropy."""
+    reduction: dict[str, Any] | None = None
+    """How tokens are weighed (rl/reduce.py); None: the algorithm's default."""
 
     def __post_init__(self) -> None:
         for name in (
@@ -118,25 +153,31 @@ class RLConfig:
         make_optimizer(make_schedule(**self.schedule), **self.optimizer)
         shape = make_shaping(self.shaping, self.max_response_length)
         shape([0.0, 1.0], [1, 1])  # answers an option out of range
-        make_policy_loss(self.algorithm, self.correction)
+        name = self.advantage.get("name")
+        if name not in BASELINES or len(self.advantage) > 1:
+            raise ValueError(
+                f"advantage={self.advantage} must be a name alone; known: {', '.join(BASELINES)}."
+            )
+        policy_loss(self)
+        reduction_of(self)
 
 
-def make_policy_loss(algorithm: dict[str, Any], correction: dict[str, Any] | None):
-    """The loss with its correction bound, options checked."""
-    options = dict(algorithm)
-    name = options.pop("name", None)
-    if name not in ("gspo", "grpo"):
-        raise ValueError(f"algorithm.name={name!r} is no policy algorithm; known: gspo, grpo.")
-    if correction is None:
-        return make_loss(name, **options)
-    choice = dict(correction)
-    correct = bind(CORRECTIONS, "correction", choice.pop("name", ""), choice)
-    if not choice["cap"] > 0:
-        raise ValueError(f"correction.cap={choice['cap']} must be above 0.")
-    return make_loss(name, **options, correction=functools.partial(correct, **choice))
+def policy_loss(config: RLConfig) -> LossFn:
+    """The loss of a stage, its sections checked and put together."""
+    return make_policy_loss(
+        config.algorithm,
+        correction=config.correction,
+        rejection=config.rejection,
+        staleness=config.staleness,
+        kl=config.kl,
+        entropy_bonus=config.entropy_bonus,
+    )
 
 
-CORRECTIONS = {"tis": corrections.truncated_importance_sampling}
+def reduction_of(config: RLConfig) -> Reduction:
+    """How a stage weighs tokens."""
+    options = dict(config.reduction or {})
+    return make_reduction(config.algorithm["name"], options.pop("name", None), **options)
 
 
 def make_shaping(
@@ -151,10 +192,17 @@ def make_shaping(
     return functools.partial(SHAPINGS[name], max_length=max_response_length, **options)
 
 
-def _relative_to_shortest(rewards, lengths, *, max_length: int, coefficient: float):
+def _relative_to_shortest(
+    rewards, lengths, *, max_length: int, coefficient: float, apply_to: str = "correct"
+):
     correct = np.asarray(rewards) > 0.5
     return shaping.length_penalty(
-        rewards, lengths, correct, max_length=max_length, coefficient=coefficient
+        rewards,
+        lengths,
+        correct,
+        max_length=max_length,
+        coefficient=coefficient,
+        apply_to=apply_to,
     )
 
 
@@ -164,7 +212,11 @@ def _linear(scores, lengths, *, max_length: int, free_length: int, coefficient: 
     )
 
 
-SHAPINGS = {"length_penalty": _relative_to_shortest, "linear_length_penalty": _linear}
+SHAPINGS = {
+    "length_penalty": _relative_to_shortest,
+    "linear_length_penalty": _linear,
+    "soft_overlong": shaping.soft_overlong,
+}
 
 
 def train_rl(
@@ -191,15 +243,10 @@ def train_rl(
     optimizer = make_optimizer(schedule, **config.optimizer)
     score_fn = make_score_fn(decoder, temperature=config.temperature, replay=config.replay_routing)
     recompute = jax.jit(make_score_step(score_fn))
-    update = jax.jit(
-        make_update_step(
-            score_fn, make_policy_loss(config.algorithm, config.correction), optimizer
-        ),
-        donate_argnums=0,
-    )
-    keep = _always
-    if config.filter is not None:
-        keep = functools.partial(mean_reward_window, low=config.filter.low, high=config.filter.high)
+    update = jax.jit(make_update_step(score_fn, policy_loss(config), optimizer), donate_argnums=0)
+    score_reference = None
+    if config.kl is not None:
+        score_reference = make_reference(decoder, params, temperature=config.temperature)
     stage = Stage(
         run,
         name,
@@ -228,14 +275,16 @@ def train_rl(
             start_index=index,
             num_groups=config.prompts_per_step,
             samples_per_prompt=config.samples_per_prompt,
-            keep=keep,
+            keep=config.filter.keep if config.filter else {},
             max_oversampling=config.filter.max_oversampling if config.filter else 1,
             seed_key=(seed, name, stage.step),
         )
         index = collected.next_index
         save_trajectories(stage, collected)
         batches = make_batches(config, decoder, collected.groups, pad_id=pad_id)
-        placed = [_with_old_logprobs(p, state.params, recompute, decoder) for p in batches]
+        placed = [
+            _with_logprobs(p, state.params, recompute, score_reference, decoder) for p in batches
+        ]
         metrics = collected.metrics | {"learning_rate": float(schedule(int(state.step)))}
         updates = []
         for (batch, _), packed in zip(placed, batches, strict=True):
@@ -253,9 +302,15 @@ def train_rl(
     return state.params
 
 
-def _always(rewards: Sequence[float]) -> bool:
-    """Keeps every group; those of identical rewards get advantages of exactly 0."""
-    return True
+def make_reference(decoder: Decoder, params: Any, *, temperature: float):
+    """`score(batch, num_microbatches) -> log-probs [M, B, T]` under a copy of `params`.
+
+    The reference never replays routing: the sampler's experts are the policy's choice, not its.
+    """
+    score_fn = make_score_fn(decoder, temperature=temperature, entropy=False)
+    score = jax.jit(make_score_step(score_fn))
+    reference = jax.tree.map(jnp.copy, params)  # the update step donates its own
+    return lambda batch, num_microbatches: score(reference, batch, num_microbatches)["logprobs"]
 
 
 def shaped_groups(
@@ -290,14 +345,20 @@ def make_batches(
     """One packed batch for each optimizer step, groups dealt out in order; fewer where there are
     too few groups."""
     groups = shaped_groups(config, groups)
-    reduction = make_reduction(config.algorithm["name"])
+    reduction = reduction_of(config)
     most_rollouts = (
         -(-config.prompts_per_step // config.updates_per_step) * config.samples_per_prompt
     )
     packed = []
     for part in np.array_split(np.arange(len(groups)), config.updates_per_step):
         trajectories = [t for i in part for t in groups[i]]
-        trajectories, _ = assign_advantages(trajectories, normalize_std=config.normalize_std)
+        trajectories, _ = assign_advantages(trajectories, baseline=config.advantage["name"])
+        if config.replay_routing and decoder.config.num_moe_layers:
+            trajectories = prepare_routing(
+                trajectories,
+                num_experts=decoder.config.num_experts,
+                routing_shape=decoder.config.routing_shape,
+            )
         if config.mask_truncated:
             trajectories = shaping.mask_truncated(trajectories)
         if not trajectories:
@@ -320,12 +381,15 @@ def make_batches(
     return packed
 
 
-def _with_old_logprobs(packed: Packed, params: Any, recompute, decoder: Decoder):
-    """The batch on the devices with `old_logprobs` filled in, and the entropies found on the
-    way."""
+def _with_logprobs(packed: Packed, params: Any, recompute, score_reference, decoder: Decoder):
+    """The batch on the devices with `old_logprobs` filled in, and `ref_logprobs` where there is a
+    reference; and the entropies found on the way."""
     batch = put_microbatches(packed.batch, decoder)
-    scores = recompute(params, batch, np.int32(packed.num_microbatches))
-    return dataclasses.replace(batch, old_logprobs=scores["logprobs"]), scores["entropy"]
+    used = np.int32(packed.num_microbatches)
+    scores = recompute(params, batch, used)
+    reference = None if score_reference is None else score_reference(batch, used)
+    batch = dataclasses.replace(batch, old_logprobs=scores["logprobs"], ref_logprobs=reference)
+    return batch, scores["entropy"]
 
 
 def _recomputed_metrics(batches: list[Packed], placed) -> dict[str, float]:

@@ -20,31 +20,61 @@ from jaxtyping import Float64
 from axion_jax.types import StopReason, Trajectory
 
 STD_FLOOR = 1e-6
+RESIDUE = 1e-6
+"""Rewards of a group closer together than this (relative to the largest, at least 1) are equal:
+what sets them apart is the rounding of a float32 score, and a standard deviation would blow it up."""
+
+
+def group_std(r: Float64[np.ndarray, " G"]) -> Float64[np.ndarray, " G"]:
+    """Returns (r - mean(r)) / (std(r) + 1e-6), std with ddof=1.
+
+    GRPO (Shao et al. 2024, arXiv:2402.03300, Sec. 4.1.2). A lone success among G rollouts gets
+    (G - 1)/sqrt(G), 3.75 at G=16; with ddof=0 it would be 3.87.
+    """
+    return group_mean(r) / (r.std(ddof=1) + STD_FLOOR)
+
+
+def group_mean(r: Float64[np.ndarray, " G"]) -> Float64[np.ndarray, " G"]:
+    """Returns r - mean(r): rewards of different groups keep their scale.
+
+    Dr. GRPO (Liu et al. 2025, arXiv:2503.20783) is this with `constant_length` (rl/reduce.py); the
+    Rufus-Air search stage is this with `each_sequence_alike`.
+    """
+    return r - r.mean()
+
+
+def leave_one_out(r: Float64[np.ndarray, " G"]) -> Float64[np.ndarray, " G"]:
+    """Returns r_i - mean of the others' rewards = G/(G - 1) * (r_i - mean(r)).
+
+    RLOO (Ahmadian et al. 2024, arXiv:2402.14740). A baseline that does not depend on the sample
+    leaves the gradient unbiased.
+    """
+    return group_mean(r) * (len(r) / (len(r) - 1))
+
+
+BASELINES = {"group_std": group_std, "group_mean": group_mean, "leave_one_out": leave_one_out}
 
 
 def group_advantages(
     rewards: Sequence[float] | np.ndarray,
     group_ids: Sequence[int] | np.ndarray,
     *,
-    normalize_std: bool,
+    baseline: str,
 ) -> Float64[np.ndarray, " N"]:
     """Returns the advantage of each rollout over its group, in the order given.
 
-        A_i = (r_i - mean(r)) / (std(r) + 1e-6)      std with ddof=1; mean and std over the group
-
-    GRPO (Shao et al. 2024, arXiv:2402.03300, Sec. 4.1.2); without the division for
-    `normalize_std=False`, where rewards of different groups keep their scale (Dr. GRPO,
-    arXiv:2503.20783). With ddof=1 a lone success among G rollouts gets (G - 1)/sqrt(G), 3.75 at
-    G=16. A group of identical rewards, or of one rollout, gets exactly 0.
+    A group of identical rewards, or of one rollout, gets exactly 0 whatever the baseline.
 
     Args:
       rewards: one for each rollout.
       group_ids: the group of each rollout, in any order.
-      normalize_std: divide by the group's standard deviation.
+      baseline: a name in `BASELINES`.
 
     Raises:
-      ValueError: a reward is NaN or infinite; names it.
+      ValueError: an unknown baseline, or a reward that is NaN or infinite; names it.
     """
+    if baseline not in BASELINES:
+        raise ValueError(f"There is no baseline {baseline!r}; known: {', '.join(BASELINES)}.")
     r = np.asarray(rewards, dtype=np.float64)
     ids = np.asarray(group_ids)
     if r.ndim != 1 or r.shape != ids.shape:
@@ -60,11 +90,8 @@ def group_advantages(
     for group in np.unique(ids):
         members = ids == group
         of_group = r[members]
-        if of_group.max() == of_group.min():
-            continue
-        centred = of_group - of_group.mean()
-        scale = of_group.std(ddof=1) + STD_FLOOR if normalize_std else 1.0
-        advantages[members] = centred / scale
+        if np.ptp(of_group) > RESIDUE * max(1.0, np.abs(of_group).max()):
+            advantages[members] = BASELINES[baseline](of_group)
     return advantages
 
 
@@ -117,7 +144,7 @@ def reward_of_rollouts(trajectories: Sequence[Trajectory]) -> dict[tuple[int, in
 
 
 def assign_advantages(
-    trajectories: Sequence[Trajectory], *, normalize_std: bool
+    trajectories: Sequence[Trajectory], *, baseline: str
 ) -> tuple[list[Trajectory], dict[str, int]]:
     """Returns the trajectories that can be trained on, with `advantage` set, and what was dropped.
 
@@ -136,7 +163,7 @@ def assign_advantages(
     advantages = dict(
         zip(
             rewards,
-            group_advantages(list(rewards.values()), groups, normalize_std=normalize_std),
+            group_advantages(list(rewards.values()), groups, baseline=baseline),
             strict=True,
         )
     )

@@ -16,6 +16,10 @@ NEXT_MOVE = {
     "advantages": "Call assign_advantages (rl/advantages.py) before packing.",
     "old_logprobs": "Score the batch with make_score_step (rl/update.py) before its first update.",
     "sampler_logprobs": "Record Trajectory.sampler_logprobs from the engine's generations.",
+    "ref_logprobs": "Score the batch with make_score_step and the reference's parameters.",
+    "returns": "Call generalized_advantages (rl/gae.py) before packing with_returns.",
+    "old_values": "Call generalized_advantages (rl/gae.py) before packing with_returns.",
+    "entropy": "Build the score function with entropy=True.",
     "values": "Use a model with a scalar head.",
 }
 

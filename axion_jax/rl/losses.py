@@ -77,7 +77,7 @@ def grpo_loss(
     if dual_clip is not None:
         bound_BT = -dual_clip * advantages_BT
         loss_BT = jnp.where(advantages_BT < 0, jnp.minimum(bound_BT, loss_BT), loss_BT)
-    weights_BT, correction_metrics = correction(batch)
+    weights_BT, correction_metrics = correction(scores, batch)
     return loss_mean(weights_BT * loss_BT, batch), {
         "ratio": masked_mean(ratio_BT, batch.loss_mask),
         "clip_frac": masked_mean(clipped_BT, batch.loss_mask),
@@ -118,10 +118,78 @@ def gspo_loss(
     advantages_BT, log_ratio_BT = _advantages_and_log_ratio(scores, batch, who="gspo")
     ratio_BT = _exp(per_sequence_mean(log_ratio_BT, batch))
     loss_BT, clipped_BT = _clipped_surrogate(ratio_BT, advantages_BT, clip_low, clip_high)
-    weights_BT, correction_metrics = correction(batch)
+    weights_BT, correction_metrics = correction(scores, batch)
     return loss_mean(weights_BT * loss_BT, batch), {
         "ratio": each_sequence_once(ratio_BT, batch),
         "clip_frac": each_sequence_once(clipped_BT, batch),
+        **_policy_metrics(advantages_BT, log_ratio_BT, scores, batch),
+        **correction_metrics,
+    }
+
+
+def gspo_token_loss(
+    scores: Scores,
+    batch: Batch,
+    *,
+    clip_low: float,
+    clip_high: float,
+    correction: Correction = no_correction,
+) -> tuple[Mean, Metrics]:
+    """Returns GSPO with an advantage for each token.
+
+        s_t = sg(s_i) * pi(y_t) / sg(pi(y_t))             s_i as in `gspo_loss`, sg: no gradient
+        L_t = - w_t * min( s_t * A_t, clip(s_t, 1 - clip_low, 1 + clip_high) * A_t )
+
+    Zheng et al. 2025, arXiv:2507.18071, Eq. 13-14. The value of every s_t is s_i, and each token's
+    gradient is its own: with A_t constant over a sequence, value and gradient are those of GSPO.
+    For advantages that differ within a sequence (turns, process rewards).
+
+    Needs and returns what `gspo_loss` does.
+    """
+    advantages_BT, log_ratio_BT = _advantages_and_log_ratio(scores, batch, who="gspo_token")
+    fixed_BT = jax.lax.stop_gradient(per_sequence_mean(log_ratio_BT, batch))
+    ratio_BT = _exp(fixed_BT + (log_ratio_BT - jax.lax.stop_gradient(log_ratio_BT)))
+    loss_BT, clipped_BT = _clipped_surrogate(ratio_BT, advantages_BT, clip_low, clip_high)
+    weights_BT, correction_metrics = correction(scores, batch)
+    return loss_mean(weights_BT * loss_BT, batch), {
+        "ratio": each_sequence_once(ratio_BT, batch),
+        "clip_frac": each_sequence_once(clipped_BT, batch),
+        **_policy_metrics(advantages_BT, log_ratio_BT, scores, batch),
+        **correction_metrics,
+    }
+
+
+def cispo_loss(
+    scores: Scores,
+    batch: Batch,
+    *,
+    clip_low: float,
+    clip_high: float,
+    correction: Correction = no_correction,
+) -> tuple[Mean, Metrics]:
+    """Returns REINFORCE under clipped importance weights: no token ever loses its gradient.
+
+        L_t = - w_t * sg( clip(r_t, 1 - clip_low, 1 + clip_high) ) * A_t * log pi(y_t)
+
+    CISPO (MiniMax-M1, arXiv:2506.13585, Eq. 4), r_t as in `grpo_loss`. The clip bounds a token's
+    weight, and the gradient flows through the log-prob alone. The paper leaves the lower side open:
+    clip_low=1.
+
+    Needs `advantages` and `old_logprobs`.
+
+    Returns:
+      The loss, and over tokens `ratio`, `clip_frac` (tokens whose ratio was outside), `approx_kl`,
+      `advantage_abs`, `entropy`; and the correction's metrics.
+    """
+    advantages_BT, log_ratio_BT = _advantages_and_log_ratio(scores, batch, who="cispo")
+    logprobs_BT = jnp.where(batch.loss_mask, scores.logprobs, 0.0)
+    ratio_BT = _exp(jax.lax.stop_gradient(log_ratio_BT))
+    bounded_BT = jnp.clip(ratio_BT, 1 - clip_low, 1 + clip_high)
+    loss_BT = -bounded_BT * advantages_BT * logprobs_BT
+    weights_BT, correction_metrics = correction(scores, batch)
+    return loss_mean(weights_BT * loss_BT, batch), {
+        "ratio": masked_mean(ratio_BT, batch.loss_mask),
+        "clip_frac": masked_mean((bounded_BT != ratio_BT).astype(ratio_BT.dtype), batch.loss_mask),
         **_policy_metrics(advantages_BT, log_ratio_BT, scores, batch),
         **correction_metrics,
     }

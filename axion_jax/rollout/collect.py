@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 from absl import logging
@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerFast
 from axion_jax.data.chat import encode_prompt, parse_response
 from axion_jax.data.prompts import Prompt, PromptSet, stream_rng
 from axion_jax.rewards.base import Sample, Scorer, score_all
-from axion_jax.rl.filters import select_groups
+from axion_jax.rl.filters import Keep, select_groups
 from axion_jax.rollout.engine import Engine, Sampling, to_trajectory
 from axion_jax.types import Reward, Trajectory, Unscorable
 
@@ -110,7 +110,7 @@ def collect_groups(
     start_index: int,
     num_groups: int,
     samples_per_prompt: int,
-    keep: Callable[[Sequence[float]], bool],
+    keep: Keep | Mapping[str, Keep],
     max_oversampling: int,
     seed_key: tuple,
 ) -> Collected:
@@ -119,7 +119,7 @@ def collect_groups(
 
     Args:
       start_index: the first training prompt to use.
-      keep: judges a group by its raw rewards.
+      keep: judges a group by its raw rewards; several by name (rl/filters.py).
       seed_key: with the round it decides the sampling seed.
     """
     samples: list[Sample] = []

@@ -37,7 +37,7 @@ def decoder(tiny):
 
 
 def group(number, rewards, lengths, *, truncated=(), routing_shape=(2, 2)):
-    """A group whose sampled tokens are 100 * its number + the sample's; routing holds the sample's."""
+    """A group whose tokens are 100 * its number + the sample's, which is also the first expert of each row."""
     made = []
     for i, (reward, length) in enumerate(zip(rewards, lengths, strict=True)):
         n = PROMPT + length - 1
@@ -46,7 +46,7 @@ def group(number, rewards, lengths, *, truncated=(), routing_shape=(2, 2)):
                 token_ids=np.full(n + 1, 100 * number + i, np.int32),
                 loss_mask=np.arange(n) >= PROMPT - 1,
                 sampler_logprobs=np.full(n, -0.5, np.float32),
-                routing=np.full((n, *routing_shape), i, np.int8),
+                routing=np.broadcast_to(np.array([i, i + 4], np.int8), (n, *routing_shape)),
                 stop_reason=StopReason.GENERATION_LIMIT if i in truncated else StopReason.ANSWERED,
                 reward=Reward(reward, {"mark": reward}, "because"),
                 group_id=number,
@@ -171,6 +171,71 @@ def test_recorded_routing_travels_only_where_it_is_replayed(config, decoder):
     assert own.routing is None
     assert replayed.routing.shape == (*replayed.tokens.shape, *decoder.config.routing_shape)
     real = replayed.segment_ids > 0
-    assert np.all(replayed.routing[real] == (replayed.tokens[real] % 100)[:, None, None])
+    assert np.all(replayed.routing[real][..., 0] == (replayed.tokens[real] % 100)[:, None])
     assert np.all(replayed.routing[~real] == -1)
     assert np.all(replayed.sampler_logprobs[replayed.loss_mask] == -0.5)
+
+
+def test_routing_that_no_router_can_have_chosen_never_reaches_a_batch(config, decoder):
+    (stale,) = [group(1, [1, 0], [2, 3])]
+    zeros = [t.replace(routing=np.zeros_like(t.routing)) for t in stale]
+    with pytest.raises(ValueError, match="'task-1' has an expert twice in the routing of token 0"):
+        make_batches(config(replay_routing=True), decoder, [zeros], pad_id=PAD)
+    assert make_batches(config(replay_routing=False), decoder, [zeros], pad_id=PAD)
+
+
+def test_no_group_is_left_over_whatever_their_number(config, decoder):
+    # nine groups in four updates: 3, 2, 2, 2. A step of a fixed size would leave the ninth out.
+    groups = [group(k, [1, 0, 0, 0], [2, 3, 4, 5]) for k in range(1, 10)]
+    options = config(prompts_per_step=9, updates_per_step=4)
+    batches = make_batches(options, decoder, groups, pad_id=PAD)
+    dealt = [sorted({token // 100 for token in advantages_of(packed)}) for packed in batches]
+    assert dealt == [[1, 2, 3], [4, 5], [6, 7], [8, 9]]
+
+
+def test_dr_grpo_is_a_matter_of_sections(config, decoder):
+    options = config(
+        updates_per_step=1,
+        shaping=None,
+        algorithm={"name": "grpo", "clip_low": 0.2, "clip_high": 0.28},
+        advantage={"name": "group_mean"},
+        reduction={"name": "constant_length", "length": 10},
+    )
+    (packed,) = make_batches(options, decoder, [group(1, [1, 0, 0, 0], [1, 5, 2, 10])], pad_id=PAD)
+    assert [advantages_of(packed)[100 + i] for i in range(4)] == [0.75, -0.25, -0.25, -0.25]
+    assert packed.batch.weights[packed.batch.loss_mask] == pytest.approx(0.1)
+    assert packed.batch.denominator.sum() == 4
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"advantage": {"name": "group"}}, "must be a name alone; known: group_std, group_mean"),
+        ({"reduction": {"name": "each_token_alike"}}, "gspo does not go with each_token_alike"),
+        ({"filter": {"max_oversampling": 4}}, "filter drops nothing: set low, high or differing"),
+        ({"kl": {"name": "k3"}}, "kl k3 needs a value for coefficient"),
+        ({"staleness": {"name": "truncated"}}, "staleness truncated needs a value for cap"),
+        ({"entropy_bonus": 0.0}, "entropy_bonus=0.0 must be above 0"),
+        ({"shaping": {"name": "soft_overlong", "buffer": 99, "factor": 1.0}}, "buffer=99 must lie"),
+        (
+            {"shaping": {"name": "length_penalty", "coefficient": 0.1, "apply_to": "some"}},
+            "apply_to='some' must be 'correct' or 'all'",
+        ),
+    ],
+)
+def test_a_mistake_in_a_section_is_named(config, changes, message):
+    with pytest.raises(ValueError, match=message):
+        config(**changes)
+
+
+def test_filters_are_named_after_what_they_take_out(config):
+    made = config(filter={"low": 0.0, "high": 0.8, "differing": True, "max_oversampling": 4})
+    judged = {
+        name: [keep(rewards) for rewards in ([0, 0], [1, 1], [0.5, 0.5], [0, 1])]
+        for name, keep in made.filter.keep.items()
+    }
+    assert judged == {
+        "too_hard": [False, True, True, True],
+        "too_easy": [True, False, True, True],
+        "all_alike": [False, False, False, True],
+    }

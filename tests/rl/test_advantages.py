@@ -9,12 +9,12 @@ from axion_jax.types import StopReason
 
 def normalized(rewards, groups=None):
     groups = [0] * len(rewards) if groups is None else groups
-    return group_advantages(rewards, groups, normalize_std=True)
+    return group_advantages(rewards, groups, baseline="group_std")
 
 
 def centred(rewards, groups=None):
     groups = [0] * len(rewards) if groups is None else groups
-    return group_advantages(rewards, groups, normalize_std=False)
+    return group_advantages(rewards, groups, baseline="group_mean")
 
 
 def test_advantages_of_small_groups():
@@ -37,11 +37,38 @@ def test_a_lone_success_among_16_gets_3_75():
     np.testing.assert_allclose(normalized([1, 1] + [0] * 14)[0], 2.5617301, atol=1e-6)
 
 
+def leave_one_out(rewards, groups=None):
+    groups = [0] * len(rewards) if groups is None else groups
+    return group_advantages(rewards, groups, baseline="leave_one_out")
+
+
+def test_leave_one_out_compares_with_the_others_alone():
+    # 1 - mean(0, 0, 0) = 1; 0 - mean(1, 0, 0) = -1/3
+    np.testing.assert_allclose(leave_one_out([1, 0, 0, 0]), [1, -1 / 3, -1 / 3, -1 / 3])
+    # uneven, interleaved: {1, 3} -> -2, 2; {5} -> 0
+    assert leave_one_out([1, 5, 3], [0, 1, 0]).tolist() == [-2, 0, 2]
+
+
+def test_an_odd_reward_among_equal_ones_is_not_amplified_by_leaving_it_out():
+    # 1 - .35; the spread of the others, a residue of rounding, is divided by nowhere
+    np.testing.assert_allclose(leave_one_out([0.35] * 7 + [1.0])[7], 0.65)
+
+
+def test_rewards_apart_by_the_rounding_of_float32_are_equal():
+    # a float32 score of the same answer in two batches: 3e-8 apart, which std-normalisation would
+    # turn into +-.02, and a spread of 1e-5 is no rounding
+    rewards = [0.35, 0.35 + 3e-8, 0.35, 0.35]
+    for advantages in (normalized, centred, leave_one_out):
+        assert not advantages(rewards).any()
+        assert advantages([0.35, 0.35 + 1e-5]).any()
+
+
 @pytest.mark.parametrize("rewards", [[0.35] * 8, [0.1] * 7, [1.0] * 4, [5.0] * 3, [0.0] * 2])
 def test_identical_rewards_give_exactly_0(rewards):
     # in float32 8 x .35 gives +.0298023 each, 7 x .1 gives -.0074506 each
     assert not normalized(rewards).any()
     assert not centred(rewards).any()
+    assert not leave_one_out(rewards).any()
 
 
 def test_an_odd_reward_among_equal_ones_is_not_amplified():
@@ -69,6 +96,11 @@ def test_an_all_equal_group_among_uneven_ones_gives_exactly_0():
     np.testing.assert_allclose([advantages[:4].sum(), advantages[7:].sum()], 0, atol=1e-12)
 
 
+def test_an_unknown_baseline_is_named():
+    with pytest.raises(ValueError, match="no baseline 'batch'; known: group_std, group_mean, leav"):
+        group_advantages([0, 1], [0, 0], baseline="batch")
+
+
 def test_the_order_of_samples_does_not_matter():
     rewards, groups = np.arange(9.0) ** 2, np.array([7, 3, 7, 7, 3, 5, 5, 3, 7])
     order = np.array([4, 0, 8, 2, 6, 1, 5, 7, 3])
@@ -93,7 +125,7 @@ def test_aborted_samples_leave_before_the_baseline(trajectory):
     # success would get 1.5.
     group = [trajectory([1], reward=r, rollout_id=i) for i, r in enumerate([1.0, 0.0, 0.0, 0.0])]
     group[2] = group[2].replace(stop_reason=StopReason.ABORTED)
-    kept, counts = assign_advantages(group, normalize_std=True)
+    kept, counts = assign_advantages(group, baseline="group_std")
     assert [t.rollout_id for t in kept] == [0, 1, 3]
     np.testing.assert_allclose(
         [t.advantage for t in kept], [1.154699, -0.577349, -0.577349], atol=1e-6
@@ -104,7 +136,7 @@ def test_aborted_samples_leave_before_the_baseline(trajectory):
 def test_samples_that_could_not_be_scored_leave_too(trajectory):
     # rewards [1, 3, 2, unscored]: baseline 2; with the last as a 0 it would be 1.5
     group = [trajectory([1], reward=r, rollout_id=i) for i, r in enumerate([1.0, 3.0, 2.0, None])]
-    kept, counts = assign_advantages(group, normalize_std=False)
+    kept, counts = assign_advantages(group, baseline="group_mean")
     assert [t.advantage for t in kept] == [-1, 1, 0]
     assert counts == {"aborted": 0, "unscored": 1, "group_too_small": 0}
 
@@ -115,7 +147,7 @@ def test_a_group_with_fewer_than_two_left_is_dropped(trajectory):
         trajectory([1], group_id=0, rollout_id=1, stop_reason=StopReason.ABORTED),
     ]
     pair = [trajectory([1], reward=r, group_id=1, rollout_id=2 + i) for i, r in enumerate([0, 1])]
-    kept, counts = assign_advantages([lone[0], pair[0], lone[1], pair[1]], normalize_std=False)
+    kept, counts = assign_advantages([lone[0], pair[0], lone[1], pair[1]], baseline="group_mean")
     assert [(t.group_id, t.advantage) for t in kept] == [(1, -0.5), (1, 0.5)]
     assert counts == {"aborted": 1, "unscored": 0, "group_too_small": 1}
 
@@ -123,7 +155,7 @@ def test_a_group_with_fewer_than_two_left_is_dropped(trajectory):
 def test_a_truncated_rollout_stays_in_the_baseline(trajectory):
     cut = trajectory([0], reward=0.0, rollout_id=0, stop_reason=StopReason.GENERATION_LIMIT)
     kept, _ = assign_advantages(
-        [cut, trajectory([1], reward=1.0, rollout_id=1)], normalize_std=False
+        [cut, trajectory([1], reward=1.0, rollout_id=1)], baseline="group_mean"
     )
     assert [t.advantage for t in kept] == [-0.5, 0.5]
 
@@ -134,14 +166,14 @@ def test_a_rollout_split_into_samples_counts_once_in_its_baseline(trajectory):
     samples = [
         trajectory([1], reward=r, rollout_id=i) for i, r in zip(rollout_ids, rewards, strict=True)
     ]
-    kept, _ = assign_advantages(samples, normalize_std=False)
+    kept, _ = assign_advantages(samples, baseline="group_mean")
     assert [t.advantage for t in kept] == [0.5, 0.5, -0.5, 0.5]
 
 
 def test_a_rollout_with_one_aborted_sample_leaves_as_a_whole(trajectory):
     samples = [trajectory([1], reward=float(i == 0), rollout_id=i) for i in (0, 0, 1, 2)]
     samples[1] = samples[1].replace(stop_reason=StopReason.ABORTED)
-    kept, counts = assign_advantages(samples, normalize_std=False)
+    kept, counts = assign_advantages(samples, baseline="group_mean")
     assert [t.rollout_id for t in kept] == [1, 2]
     assert counts["aborted"] == 2
 
@@ -149,8 +181,8 @@ def test_a_rollout_with_one_aborted_sample_leaves_as_a_whole(trajectory):
 def test_samples_of_one_rollout_with_different_rewards_are_refused(trajectory):
     # what forgetting to number the rollouts looks like
     with pytest.raises(ValueError, match="Give each rollout its own rollout_id"):
-        assign_advantages([trajectory([1], reward=r) for r in (0.0, 1.0)], normalize_std=True)
+        assign_advantages([trajectory([1], reward=r) for r in (0.0, 1.0)], baseline="group_std")
 
 
 def test_no_trajectories_are_no_error():
-    assert assign_advantages([], normalize_std=True)[0] == []
+    assert assign_advantages([], baseline="group_std")[0] == []

@@ -5,7 +5,13 @@ from functools import partial
 import numpy as np
 import pytest
 
-from axion_jax.rl.filters import mean_reward_window, select_groups
+from axion_jax.rl.filters import (
+    mean_above,
+    mean_at_most,
+    mean_reward_window,
+    rewards_differ,
+    select_groups,
+)
 from axion_jax.types import StopReason
 
 window = partial(mean_reward_window, low=0.0, high=0.8)
@@ -27,6 +33,42 @@ def test_rounding_of_the_mean_does_not_decide():
 
 def test_identical_rewards_inside_the_window_stay():
     assert window([0.35] * 8)
+
+
+def test_identical_rewards_teach_nothing():
+    # a float32 mean would give the 8 x .35 a spread
+    assert not rewards_differ([0.35] * 8)
+    assert not rewards_differ([1, 1, 1]) and not rewards_differ([0, 0])
+    assert not rewards_differ([1.0])  # n = 1 has no spread
+    assert rewards_differ([1, 0, 0])
+
+
+def test_several_filters_are_counted_by_what_they_took_out(trajectory):
+    def group(group_id, *rewards):
+        return [
+            trajectory([1], reward=r, group_id=group_id, rollout_id=i)
+            for i, r in enumerate(rewards)
+        ]
+
+    keep = {
+        "too_hard": partial(mean_above, low=0.0),
+        "too_easy": partial(mean_at_most, high=0.8),
+        "all_alike": rewards_differ,
+    }
+    # the group of two zeros is refused by the first filter and counted there alone
+    groups = [group(0, 0, 0), group(1, 1, 1), group(2, 0.5, 0.5), group(3, 0, 1), group(4, 0, 0)]
+    kept, counts = select_groups(groups, num_groups=8, keep=keep)
+    assert [g[0].group_id for g in kept] == [3]
+    assert counts == {
+        "kept": 1,
+        "too_small": 0,
+        "filtered": 4,
+        "surplus": 0,
+        "filtered_too_hard": 2,
+        "filtered_too_easy": 1,
+        "filtered_all_alike": 1,
+    }
+    assert len(select_groups(groups, num_groups=8, keep={})[0]) == 5
 
 
 @pytest.mark.parametrize(

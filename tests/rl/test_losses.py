@@ -10,7 +10,14 @@ import numpy as np
 import pytest
 
 from axion_jax.rl.corrections import truncated_importance_sampling
-from axion_jax.rl.losses import grpo_loss, gspo_loss, preference_loss, sft_loss
+from axion_jax.rl.losses import (
+    cispo_loss,
+    grpo_loss,
+    gspo_loss,
+    gspo_token_loss,
+    preference_loss,
+    sft_loss,
+)
 
 pytestmark = pytest.mark.usefixtures("strict")
 NAN, INF = np.nan, np.inf
@@ -218,8 +225,17 @@ class TestGrpo:
         scores, batch = rows(
             [[tokens([1, 1, 1], [1, -1, 1]) | {"logprobs": [500.0, 500.0, -500.0]}]]
         )
+        for loss_fn in (grpo_loss, gspo_loss, gspo_token_loss):
+            bound = partial(loss_fn, clip_low=0.2, clip_high=0.28)
+            assert np.isfinite(bound(scores, batch)[0].value)
+            assert np.isfinite(grad_logprobs(bound, scores, batch)).all()
+
+    def test_nan_at_a_masked_tail_leaves_loss_and_gradient_finite(self, rows):
+        # multiplied by a mask of 0 it would be NaN
+        sequence = tokens([1, 1], [1, 1]) | {"mask": [1, 0], "logprobs": [-1.0, NAN]}
         for loss_fn in (grpo_loss, gspo_loss):
             bound = partial(loss_fn, clip_low=0.2, clip_high=0.28)
+            scores, batch = rows([[sequence]])
             assert np.isfinite(bound(scores, batch)[0].value)
             assert np.isfinite(grad_logprobs(bound, scores, batch)).all()
 
@@ -230,6 +246,52 @@ class TestGrpo:
         assert grpo_loss(scores, batch, **options)[1]["entropy"].value == 1.5
         scores = dataclasses.replace(scores, entropy=None)
         assert "entropy" not in grpo_loss(scores, batch, **options)[1]
+
+
+# The log-probs of G1 with an advantage for each token; the tool token's is never looked at.
+G2 = [G1[0] | {"advantages": [1, 0.5, 9, -1]}, G1[1]]
+
+
+class TestGspoToken:
+    @pytest.mark.parametrize("layout", [[G2], [[G2[0]], [G2[1]]]], ids=["one row", "two rows"])
+    def test_loss_and_gradients_of_vector_g2(self, rows, double, layout):
+        # s = 1.00066689 for every token of sequence 0: tokens (-1 - .5 + 1) * s / 3 = -.16677781,
+        # sequence 1 clipped at .999: (-.16677781 + .999)/2 = .41611109. Each token's own advantage
+        # in its gradient: -A_t s / 3 / 2.
+        scores, batch = rows(layout, dtype=F64)
+        loss_fn = partial(gspo_token_loss, clip_low=1e-3, clip_high=2e-3)
+        np.testing.assert_allclose(loss_fn(scores, batch)[0].value, 0.41611111, atol=3e-8)
+        np.testing.assert_allclose(
+            flat(grad_logprobs(loss_fn, scores, batch, divided=True), batch),
+            [-0.16677782, -0.08338891, 0, 0.16677782, 0, 0],
+            atol=1.5e-8,
+        )
+
+    def test_with_one_advantage_for_a_sequence_it_is_gspo(self, rows, double):
+        scores, batch = rows(ONE_ROW, dtype=F64)
+        options = {"clip_low": 1e-3, "clip_high": 2e-3}
+        outcomes = []
+        for loss_fn in (partial(gspo_loss, **options), partial(gspo_token_loss, **options)):
+            loss, metrics = loss_fn(scores, batch)
+            outcomes.append([loss.value, *(metrics[k].value for k in ("ratio", "clip_frac"))])
+            outcomes[-1] += grad_logprobs(loss_fn, scores, batch).ravel().tolist()
+        np.testing.assert_allclose(*outcomes, rtol=1e-12)
+
+
+class TestCispo:
+    def test_the_clip_bounds_the_weight_and_keeps_the_gradient(self, rows):
+        # r = [6, .5] in [0, 5]: weights 5 and .5. -5 * 1 * -1 = 5; -.5 * -1 * -2 = -1
+        logprobs = np.array([-1.0, -2.0])
+        sequence = tokens([6, 0.5], [1, -1]) | {
+            "logprobs": logprobs,
+            "old_logprobs": logprobs - np.log([6, 0.5]),
+        }
+        scores, batch = rows([[sequence]])
+        loss_fn = partial(cispo_loss, clip_low=1.0, clip_high=4.0)
+        np.testing.assert_allclose(per_token(loss_fn, scores, batch), [[5, -1]], rtol=1e-6)
+        # d/dl = -weight * A, over 2 tokens: the clipped one learns too
+        np.testing.assert_allclose(grad_logprobs(loss_fn, scores, batch), [[-2.5, 0.25]], rtol=1e-6)
+        assert loss_fn(scores, batch)[1]["clip_frac"].value == 0.5
 
 
 class TestSft:
@@ -307,6 +369,8 @@ POLICY_LOSSES = {
         correction=partial(truncated_importance_sampling, cap=2.0),
     ),
     "gspo": partial(gspo_loss, clip_low=0.2, clip_high=0.28),
+    "gspo_token": partial(gspo_token_loss, clip_low=0.2, clip_high=0.28),
+    "cispo": partial(cispo_loss, clip_low=1.0, clip_high=4.0),
     "gspo tis": partial(
         gspo_loss,
         clip_low=0.2,
@@ -383,7 +447,7 @@ def test_a_fully_masked_batch_has_loss_0_and_gradient_0(rows, name):
     assert not grad_logprobs(POLICY_LOSSES[name], scores, batch).any()
 
 
-@pytest.mark.parametrize("name", ["grpo", "gspo"])
+@pytest.mark.parametrize("name", ["grpo", "gspo", "gspo_token", "cispo"])
 @pytest.mark.parametrize("field", ["advantages", "old_logprobs"])
 def test_a_missing_field_is_named_with_the_next_move(rows, name, field):
     scores, batch = rows(ONE_ROW)

@@ -4,7 +4,13 @@ import numpy as np
 import pytest
 
 from axion_jax.rl.reduce import each_sequence_alike
-from axion_jax.rl.shaping import length_penalty, linear_length_penalty, mask_truncated
+from axion_jax.rl.shaping import (
+    length_penalty,
+    linear_length_penalty,
+    malformed_calls,
+    mask_truncated,
+    soft_overlong,
+)
 from axion_jax.types import StopReason
 
 
@@ -18,6 +24,32 @@ def penalised(rewards, lengths, correct=None, **changes):
 def test_penalty_grows_from_the_shortest_correct_rollout_to_the_limit():
     # L0 = 100: (150 - 100)/100 * .2 = .1, (200 - 100)/100 * .2 = .2; the wrong one is left alone
     np.testing.assert_allclose(penalised([1, 1, 1, 0], [100, 150, 200, 50]), [1, 0.9, 0.8, 0])
+
+
+def test_the_penalty_may_apply_to_all():
+    # the wrong one is shorter than L0 and still keeps its 0; a long wrong one does not
+    shaped = penalised([1, 1, 1, 0, 0], [100, 150, 200, 50, 200], apply_to="all")
+    np.testing.assert_allclose(shaped, [1, 0.9, 0.8, 0, -0.2])
+    with pytest.raises(ValueError, match="apply_to='wrong' must be 'correct' or 'all'"):
+        penalised([1], [1], apply_to="wrong")
+
+
+def test_soft_overlong_punishment_grows_over_the_buffer():
+    # limit 200, buffer 50: (160 - 150)/50 = .2, (180 - 150)/50 = .6
+    shaped = soft_overlong(
+        [0.0] * 5, [100, 150, 160, 180, 200], max_length=200, buffer=50, factor=1.0
+    )
+    np.testing.assert_allclose(shaped, [0, 0, -0.2, -0.6, -1])
+    with pytest.raises(ValueError, match="buffer=201 must lie in 1..max_length"):
+        soft_overlong([0.0], [1], max_length=200, buffer=201, factor=1.0)
+
+
+def test_malformed_calls_cost_up_to_half_of_a_reward():
+    # shares 0, 1/4, 1, none called; a penalty is not halved
+    shaped = malformed_calls([1, 1, 1, 1, -0.1], [4, 4, 4, 0, 4], [0, 1, 4, 0, 4])
+    assert shaped.tolist() == [1, 0.875, 0.5, 1, -0.1]
+    with pytest.raises(ValueError, match="must number 0 to the number of calls"):
+        malformed_calls([1], [1], [2])
 
 
 def test_a_group_without_a_correct_rollout_is_unchanged():
