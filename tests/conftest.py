@@ -54,7 +54,7 @@ FAN_IN = {"q": (-3,), "k": (-3,), "v": (-3,), "o": (-3, -2), "gate_up": (-3,)}
 def random_params():
     """`random_params(decoder, seed=0)`: parameters in which every tensor matters.
 
-    Norm weights far from 1 and biases far from 0, which `Decoder.init` starts from; and no compiling.
+    Norm weights far from 1 and biases far from 0, unlike those of `Decoder.init`; no compiling.
     """
 
     def make(decoder, seed=0):
@@ -83,7 +83,10 @@ def random_params():
 
 @pytest.fixture(scope="session")
 def forward():
-    """`forward(decoder, params, tokens, positions, segment_ids, routing=None) -> (logits, routing)`, jitted."""
+    """`forward(decoder, params, *rows, routing=None) -> (logits, routing)`, jitted.
+
+    `rows` are tokens, positions and segment ids.
+    """
 
     def logits_and_routing(decoder, params, tokens, positions, segment_ids, routing=None):
         out = decoder(params, tokens, positions, segment_ids, routing)
@@ -94,7 +97,7 @@ def forward():
 
 @pytest.fixture(scope="session")
 def packed():
-    """`packed([[5, 7], [4, 3]], 12) -> (positions, segment_ids)` of rows with documents of these lengths."""
+    """`packed([[5, 7], [4, 3]], 12) -> (positions, segment_ids)`: documents of these lengths."""
 
     def make(lengths, row_length):
         positions = np.zeros((len(lengths), row_length), np.int32)

@@ -1,7 +1,7 @@
 """Writes hf/<variant>.npz: what Hugging Face's Glm4MoeForCausalLM computes on tiny random models.
 
-An oracle that shares no code with ours. It runs wherever torch and transformers are installed (which
-the project itself does without):
+An oracle that shares no code with ours. It runs wherever torch and transformers are installed
+(which the project itself does without):
 
     pip install torch==2.13.0 transformers==5.24.0 numpy safetensors
     python tests/golden/make_hf_golden.py
@@ -9,7 +9,8 @@ the project itself does without):
 Each file holds, all float32 or int32, T predictions made from T + 1 tokens:
 
     config                      JSON, the fields of Hugging Face's config.json
-    tokens [B, T+1]  lengths    documents of each row, in order (JSON); one document a row unless packed
+    tokens [B, T+1]
+    lengths                     of the documents of each row, in order (JSON)
     loss_mask [B, T]            predictions that count; none crosses a document's end
     weight:<tensor>             as a checkpoint names them
     logits [B, T, V]  logprobs [B, T]

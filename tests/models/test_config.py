@@ -77,8 +77,8 @@ def test_head_width_is_free_of_the_models_width():
 
 def test_glm_45_air_has_its_published_number_of_parameters():
     # Embedding and head 2 * 151552 * 4096 = 1 241 513 984, final norm 4 096.
-    # A layer's attention: q and o 2 * 4096 * 12288, k and v 2 * 4096 * 1024, biases 12288 + 2 * 1024,
-    #   two norms 8192: 109 074 432; 46 of them.
+    # A layer's attention: q and o 2 * 4096 * 12288, k and v 2 * 4096 * 1024, biases
+    #   12288 + 2 * 1024, two norms 8192: 109 074 432; 46 of them.
     # Dense MLP 3 * 4096 * 10944 = 134 479 872.
     # 45 times: router 4096 * 128, 129 experts of 3 * 4096 * 1408: 2 232 418 304 + 524 288.
     attention = 2 * 4096 * 12288 + 2 * 4096 * 1024 + 12288 + 2 * 1024 + 2 * 4096

@@ -1,4 +1,4 @@
-"""What must not change what the decoder says: packing, padding, scanning, rematerialising, replaying itself."""
+"""What must not change what the decoder says: packing, padding, scanning, replaying itself."""
 
 import dataclasses
 from functools import partial
@@ -268,7 +268,7 @@ def test_tied_embeddings_equal_a_head_that_is_the_embedding(forward, decoder, pa
 def test_qk_norm_takes_the_length_out_of_queries_and_keys(
     forward, tiny, random_params, rows, tokens
 ):
-    # RMSNorm of q: scaling its weight and bias by 3 changes nothing (up to eps), as it would without.
+    # RMSNorm of q: three times its weight and bias change nothing (up to eps).
     decoder = Decoder(dataclasses.replace(tiny, qk_norm=True, num_layers=2))
     params = random_params(decoder)
     attention = params["moe"]["attention"]
@@ -299,7 +299,7 @@ def test_decoders_of_one_kind_of_layer_only_run_unrolled_and_scanned(
 
 
 def test_bfloat16_activations_stay_near_float32(forward, decoder, params, tokens, rows, own):
-    # 8 bits of mantissa and two dozen roundings on logits of order 3; replay keeps experts the same.
+    # 8 bits of mantissa and two dozen roundings on logits of order 3; replay keeps the experts.
     half = dataclasses.replace(decoder, dtype=jnp.bfloat16)
     logits, _ = forward(half, params, tokens, *rows, own[1].astype(np.int8))
     assert logits.dtype == jnp.float32

@@ -1,4 +1,4 @@
-"""The decoder against Hugging Face's, on its own tensors: tests/golden/make_hf_golden.py wrote them."""
+"""The decoder against Hugging Face's; tests/golden/make_hf_golden.py wrote what it computes."""
 
 import functools
 import json

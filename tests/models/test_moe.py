@@ -1,4 +1,4 @@
-"""Router, replayed routing, grouped expert matmuls and load balancing, on numbers worked out by hand.
+"""Router, replayed routing, expert matmuls and load balancing, on numbers worked out by hand.
 
 The router's logits are x W; with x = 1 and D = 1 the row W *is* the logits, and so is its gradient.
 """

@@ -1,4 +1,4 @@
-"""The emulated FP8 against ml_dtypes' float8_e4m3fn, block by block, and which tensors it touches."""
+"""The emulated FP8 against ml_dtypes' float8_e4m3fn, and which tensors it touches."""
 
 import dataclasses
 
@@ -73,7 +73,7 @@ def test_a_block_is_scaled_so_that_its_largest_value_becomes_448():
 
 
 def blockwise(weight, block=128):
-    """One scale a block, by the book: scale = max(|block|, 1e-12) / 448, dequantised as q * scale."""
+    """By the book: scale = max(|block|, 1e-12) / 448, dequantised as q * scale."""
     out = np.empty_like(weight)
     for i in range(0, weight.shape[0], block):
         for j in range(0, weight.shape[1], block):

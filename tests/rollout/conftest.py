@@ -1,4 +1,4 @@
-"""Engines under test, each with the weights of one policy, and that policy's own forward to compare with."""
+"""Engines under test, each with the weights of one policy, and that policy's own forward."""
 
 import dataclasses
 from collections.abc import Callable
@@ -35,7 +35,7 @@ class Policy:
         return jax.device_get(found)
 
     def logprobs(self, prompts, generations, temperature=1.0):
-        """For each generation: its ids' log-probs [G] by the trainer, and the routing [P+G-1, L, K]."""
+        """By the trainer, for each generation: log-probs [G] and routing [P+G-1, L, K]."""
         whole = [
             np.concatenate([p, g.token_ids]) for p, g in zip(prompts, generations, strict=True)
         ]
@@ -77,7 +77,7 @@ def warm_engine(request, policy):
 
 @pytest.fixture
 def engine(warm_engine, policy):
-    """An engine that holds the policy's weights as version 7, whatever the test before did with it."""
+    """An engine that holds the policy's weights as version 7, whatever the last test did."""
     warm_engine.wake()
     warm_engine.update_weights(policy.params, 7)
     return warm_engine
