@@ -2,9 +2,9 @@
 
 import contextlib
 import dataclasses
-import importlib.util
 import os
 import pathlib
+import runpy
 import sys
 
 import jax
@@ -19,13 +19,10 @@ ROOT = pathlib.Path(__file__).parents[2]
 @pytest.fixture(scope="session")
 def recipe_config():
     """`recipe_config({"sft.rows": 3}, variant="smoke")`: the tiny recipe as a plain dict."""
-    file = ROOT / "configs" / "tiny" / "recipe.py"
-    spec = importlib.util.spec_from_file_location("tiny_recipe", file)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    get_config = runpy.run_path(str(ROOT / "configs" / "tiny" / "recipe.py"))["get_config"]
 
     def make(overrides=None, *, variant="smoke"):
-        config = module.get_config(variant).to_dict()
+        config = get_config(variant).to_dict()
         for place, value in (overrides or {}).items():
             *sections, key = place.split(".")
             section = config
