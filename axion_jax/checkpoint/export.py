@@ -154,11 +154,10 @@ def _fp8(name: str, shape: tuple[int, ...], to: str) -> Encoding:
     scale_name = f"{name}_scale_inv" if blocks else f"{name}_scale"
 
     def encode(array: np.ndarray) -> tuple[np.ndarray, ...]:
-        codes, scales = kernel(np.ascontiguousarray(array))
-        scales = np.asarray(scales)
+        codes, scales = fp8.in_panels(kernel, array)
         if not np.isfinite(scales).all():
             raise ValueError(f"{name} has values that are not finite; FP8 cannot hold them.")
-        return np.asarray(codes).view(E4M3), scales
+        return codes.view(E4M3), scales
 
     return Encoding(((name, shape, E4M3), (scale_name, scale_shape, FLOAT32)), encode)
 

@@ -25,8 +25,8 @@ import numpy as np
 from axion_jax.checkpoint.safetensors_file import as_bytes, write_exactly
 from axion_jax.checkpoint.source import Checkpoint
 
-PIECE = 8 * 2**20
-"""Bytes that a thread moves at a time."""
+PIECE = 2**18
+"""Bytes that a thread moves at a time: small enough to stay in its cache between read and write."""
 IN_FLIGHT = 2**30
 """Source bytes of tensors that are held whole at the same time, unless a single one is larger."""
 

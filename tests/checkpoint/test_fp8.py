@@ -97,6 +97,14 @@ def test_channels_have_one_scale_a_row():
     np.testing.assert_array_equal(as_e4m3(codes), np.clip(w / want, -448, 448).astype(E4M3))
 
 
+@pytest.mark.parametrize("kernel", [fp8.quantize_blocks, fp8.quantize_channels])
+def test_panels_change_nothing(kernel, monkeypatch):
+    weight = np.random.default_rng(0).normal(size=(700, 130)).astype(np.float32)
+    monkeypatch.setattr(fp8, "PANEL", 300 * 130 * 4)  # two blocks of rows at a time
+    for ours, whole in zip(fp8.in_panels(kernel, weight), kernel(weight), strict=True):
+        np.testing.assert_array_equal(ours, whole)
+
+
 # -- a whole checkpoint
 
 WIDE = GLM | {
