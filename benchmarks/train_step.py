@@ -1,5 +1,5 @@
 r"""Trained tokens per CPU-second at the size of the tiny recipe: SFT, and GSPO with replayed
-routing, side by side.
+routing, with and without a distance to a reference and an entropy bonus, side by side.
 
     python benchmarks/train_step.py
 
@@ -9,7 +9,6 @@ CPU-seconds are this process's own, whatever else the machine does.
 
 from __future__ import annotations
 
-import functools
 import time
 
 import jax
@@ -22,7 +21,7 @@ from axion_jax.models.config import ModelConfig
 from axion_jax.models.decoder import Decoder, num_parameters
 from axion_jax.models.scores import make_score_fn
 from axion_jax.rl.algorithms import make_loss
-from axion_jax.rl.corrections import truncated_importance_sampling
+from axion_jax.rl.compose import make_policy_loss
 from axion_jax.rl.update import make_update_step
 from axion_jax.types import Batch, TrainState
 from configs.tiny.recipe import get_config
@@ -34,16 +33,25 @@ def main() -> None:
     config = ModelConfig(**get_config().model.to_dict())
     decoder = Decoder(config)
     batch = random_batch(config)
-    gspo = make_loss(
-        "gspo",
-        clip_low=0.01,
-        clip_high=0.02,
-        correction=functools.partial(truncated_importance_sampling, cap=2.0),
+    algorithm = {"name": "gspo", "clip_low": 0.01, "clip_high": 0.02}
+    tis = {"name": "tis", "cap": 2.0}
+    gspo = make_policy_loss(algorithm, correction=tis)
+    everything = make_policy_loss(
+        algorithm,
+        correction=tis,
+        rejection={"name": "geometric_mask", "low": 0.5, "high": 2.0},
+        staleness={"name": "truncated", "cap": 2.0},
+        kl={"name": "k3", "coefficient": 1e-3},
+        entropy_bonus=1e-3,
     )
     steps = {
         "SFT": (make_score_fn(decoder, entropy=False), make_loss("sft")),
         "GSPO + TIS, own routing": (make_score_fn(decoder), gspo),
-        "GSPO + TIS, replayed routing (R3)": (make_score_fn(decoder, replay=True), gspo),
+        "GSPO + TIS, R3": (make_score_fn(decoder, replay=True), gspo),
+        "R3, all weights, KL, entropy": (
+            make_score_fn(decoder, replay=True),
+            everything,
+        ),
     }
     tokens = MICROBATCHES * ROWS * LENGTH
     table = Table(title=f"{num_parameters(config):,} parameters, {tokens:,} tokens a step")
@@ -90,6 +98,7 @@ def random_batch(config: ModelConfig) -> Batch:
         advantages=rng.choice([-1.0, 1.0], shape).astype(np.float32),
         sampler_logprobs=logprobs,
         old_logprobs=logprobs,
+        ref_logprobs=logprobs,
         routing=routing[..., : config.num_experts_per_token].astype(np.int8),
     )
 

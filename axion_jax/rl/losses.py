@@ -71,8 +71,8 @@ def grpo_loss(
       The loss, and the means over tokens of `ratio`, `clip_frac` (tokens whose clip took hold and
       whose gradient is 0), `approx_kl`, `advantage_abs`, `entropy`, and the correction's metrics.
     """
-    advantages_BT, log_ratio_BT = _advantages_and_log_ratio(scores, batch, who="grpo")
-    ratio_BT = _exp(log_ratio_BT)
+    advantages_BT, log_ratio_BT = advantages_and_log_ratio(scores, batch, who="grpo")
+    ratio_BT = bounded_exp(log_ratio_BT)
     loss_BT, clipped_BT = _clipped_surrogate(ratio_BT, advantages_BT, clip_low, clip_high)
     if dual_clip is not None:
         bound_BT = -dual_clip * advantages_BT
@@ -115,8 +115,8 @@ def gspo_loss(
       The loss; `ratio` and `clip_frac` as means over sequences; `approx_kl`, `advantage_abs`,
       `entropy` as means over tokens; and the correction's metrics.
     """
-    advantages_BT, log_ratio_BT = _advantages_and_log_ratio(scores, batch, who="gspo")
-    ratio_BT = _exp(per_sequence_mean(log_ratio_BT, batch))
+    advantages_BT, log_ratio_BT = advantages_and_log_ratio(scores, batch, who="gspo")
+    ratio_BT = bounded_exp(per_sequence_mean(log_ratio_BT, batch))
     loss_BT, clipped_BT = _clipped_surrogate(ratio_BT, advantages_BT, clip_low, clip_high)
     weights_BT, correction_metrics = correction(scores, batch)
     return loss_mean(weights_BT * loss_BT, batch), {
@@ -146,9 +146,9 @@ def gspo_token_loss(
 
     Needs and returns what `gspo_loss` does.
     """
-    advantages_BT, log_ratio_BT = _advantages_and_log_ratio(scores, batch, who="gspo_token")
+    advantages_BT, log_ratio_BT = advantages_and_log_ratio(scores, batch, who="gspo_token")
     fixed_BT = jax.lax.stop_gradient(per_sequence_mean(log_ratio_BT, batch))
-    ratio_BT = _exp(fixed_BT + (log_ratio_BT - jax.lax.stop_gradient(log_ratio_BT)))
+    ratio_BT = bounded_exp(fixed_BT + (log_ratio_BT - jax.lax.stop_gradient(log_ratio_BT)))
     loss_BT, clipped_BT = _clipped_surrogate(ratio_BT, advantages_BT, clip_low, clip_high)
     weights_BT, correction_metrics = correction(scores, batch)
     return loss_mean(weights_BT * loss_BT, batch), {
@@ -181,9 +181,9 @@ def cispo_loss(
       The loss, and over tokens `ratio`, `clip_frac` (tokens whose ratio was outside), `approx_kl`,
       `advantage_abs`, `entropy`; and the correction's metrics.
     """
-    advantages_BT, log_ratio_BT = _advantages_and_log_ratio(scores, batch, who="cispo")
+    advantages_BT, log_ratio_BT = advantages_and_log_ratio(scores, batch, who="cispo")
     logprobs_BT = jnp.where(batch.loss_mask, scores.logprobs, 0.0)
-    ratio_BT = _exp(jax.lax.stop_gradient(log_ratio_BT))
+    ratio_BT = bounded_exp(jax.lax.stop_gradient(log_ratio_BT))
     bounded_BT = jnp.clip(ratio_BT, 1 - clip_low, 1 + clip_high)
     loss_BT = -bounded_BT * advantages_BT * logprobs_BT
     weights_BT, correction_metrics = correction(scores, batch)
@@ -226,7 +226,7 @@ def preference_loss(scores: Scores, batch: Batch) -> tuple[Mean, Metrics]:
     }
 
 
-def _advantages_and_log_ratio(
+def advantages_and_log_ratio(
     scores: Scores, batch: Batch, *, who: str
 ) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
     """Returns A and log pi - log pi_old, both 0 at masked positions."""
@@ -263,5 +263,6 @@ def _entropy(scores: Scores, batch: Batch) -> Metrics:
     return {"entropy": masked_mean(jax.lax.stop_gradient(scores.entropy), batch.loss_mask)}
 
 
-def _exp(log_ratio: Float[Array, "B T"]) -> Float[Array, "B T"]:
+def bounded_exp(log_ratio: Float[Array, "B T"]) -> Float[Array, "B T"]:
+    """Returns exp of log ratios clipped to +-20."""
     return jnp.exp(jnp.clip(log_ratio, -MAX_LOG_RATIO, MAX_LOG_RATIO))
