@@ -31,7 +31,8 @@ def make_score_fn(
       replay: use `batch.routing` (R3). Needs the field; -1 rows fall back to the router's own
         choice.
       entropy: also compute the entropy of every prediction; SFT has no use for it.
-      chunk: predictions whose logits exist at one time.
+      chunk: most predictions, over all rows and devices, whose logits exist at one time (at least
+        one of each row).
     """
 
     def score(params: Any, batch: Batch) -> Scores:
@@ -103,10 +104,19 @@ def token_logprobs(decoder, params, hidden_BTD, targets_BT, *, temperature, entr
 
     if n <= chunk:
         logprobs, entropies = of_chunk(hidden, targets)
+        logprobs, entropies = (x.reshape(b, t) for x in (logprobs, entropies))
     else:
-        pad = -n % chunk
-        hidden = jnp.pad(hidden, ((0, pad), (0, 0))).reshape(-1, chunk, hidden.shape[-1])
-        targets = jnp.pad(targets, (0, pad)).reshape(-1, chunk)
-        logprobs, entropies = jax.lax.map(lambda x: jax.checkpoint(of_chunk)(*x), (hidden, targets))
-    logprobs, entropies = (x.reshape(-1)[:n].reshape(b, t) for x in (logprobs, entropies))
+        # A chunk is a stretch of every row: rows stay on the devices that hold them.
+        width = max(1, chunk // b)
+
+        def stretches(x):
+            padded = jnp.pad(x, [(0, 0), (0, -t % width)] + [(0, 0)] * (x.ndim - 2))
+            return jnp.moveaxis(padded.reshape(b, -1, width, *x.shape[2:]), 1, 0)
+
+        def of_stretch(x):
+            found = jax.checkpoint(of_chunk)(x[0].reshape(b * width, -1), x[1].reshape(-1))
+            return tuple(y.reshape(b, width) for y in found)
+
+        found = jax.lax.map(of_stretch, (stretches(hidden_BTD), stretches(targets_BT)))
+        logprobs, entropies = (jnp.moveaxis(x, 0, 1).reshape(b, -1)[:, :t] for x in found)
     return logprobs, entropies if entropy else None

@@ -128,8 +128,8 @@ def whole(decoder, params, batch):
 
 
 def test_chunks_change_neither_scores_nor_gradients(decoder, params, batch, whole):
-    # Five chunks of 7, the last one padded.
-    scores, grads = scores_and_grads(decoder, params, batch, chunk=7)
+    # Stretches of 9 // B = 3 predictions of each row, the last one padded.
+    scores, grads = scores_and_grads(decoder, params, batch, chunk=9)
     np.testing.assert_allclose(scores.logprobs, whole[0].logprobs, atol=1e-5)
     np.testing.assert_allclose(scores.entropy, whole[0].entropy, atol=1e-5)
     worst = jax.tree.map(lambda a, b: float(np.abs(a - b).max()), grads, whole[1])
@@ -164,8 +164,9 @@ def most_logits(decoder, params, batch, chunk):
 
 
 def test_logits_of_a_whole_batch_never_exist(decoder, params, batch):
-    # The head's gradient, [D, V] with D = 16, is no logits; chunks are of 7 rows.
-    assert most_logits(decoder, params, batch, chunk=7) == 7
+    # The head's gradient, [D, V] with D = 16, is no logits; a chunk of at most 7 predictions is a
+    # stretch of 7 // B of each row.
+    assert most_logits(decoder, params, batch, chunk=7) == 7 // B * B
     assert most_logits(decoder, params, batch, chunk=30) == B * T
 
 
