@@ -12,10 +12,18 @@ Killed, it goes on when the same command is given again. The target appears when
 from __future__ import annotations
 
 import sys
+from functools import partial
 
 from absl import app, flags
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
 from rich.table import Table
 
 from axion_jax.checkpoint import convert, inspect
@@ -64,11 +72,13 @@ def run(console: Console) -> None:
         conversion = convert.prepare(_needed(SOURCE), target, export, shard_size=shard_size)
         for reason, modules in conversion.plan.skipped_by_reason().items():
             console.print(f"Not quantised ({reason}): {modules}")
-        with _bar(console, "Converting", conversion.total_bytes) as advance:
-            convert.run(conversion, threads=THREADS.value, progress=advance)
+        with _bar(console) as bar:
+            task = bar.add_task("Converting", total=conversion.total_bytes)
+            convert.run(conversion, threads=THREADS.value, progress=partial(bar.advance, task))
     if VERIFY.value:
-        with _bar(console, "Verifying", None) as advance:
-            total = convert.verify(target, progress=advance)
+        with _bar(console) as bar:
+            task = bar.add_task("Verifying", total=convert.written_bytes(target))
+            total = convert.verify(target, progress=partial(bar.advance, task))
         console.print(f"{total:,} bytes read back, as they were written.")
     console.print(f"{target} is complete.")
 
@@ -79,22 +89,9 @@ def _needed(flag: flags.FlagHolder) -> str:
     return flag.value
 
 
-class _bar:
-    """A progress bar as a context: yields `advance(bytes)`."""
-
-    def __init__(self, console: Console, title: str, total: int | None) -> None:
-        text = TextColumn("{task.description}")
-        self._bar = Progress(
-            text, BarColumn(), DownloadColumn(), TransferSpeedColumn(), console=console
-        )
-        self._task = self._bar.add_task(title, total=total)
-
-    def __enter__(self):
-        self._bar.start()
-        return lambda count: self._bar.advance(self._task, count)
-
-    def __exit__(self, *_) -> None:
-        self._bar.stop()
+def _bar(console: Console) -> Progress:
+    columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn()
+    return Progress(*columns, TimeRemainingColumn(), console=console)
 
 
 if __name__ == "__main__":

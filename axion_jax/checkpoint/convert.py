@@ -181,6 +181,11 @@ def _config_json(conversion: Conversion) -> dict[str, Any]:
     return result
 
 
+def written_bytes(target: str | os.PathLike[str]) -> int:
+    """Bytes of tensors in a finished conversion."""
+    return sum(tensor.nbytes for tensor in open_tensors(pathlib.Path(target)).values())
+
+
 def verify(target: str | os.PathLike[str], *, progress: Progress | None = None) -> int:
     """Reads a finished conversion back from disk and compares checksums; returns bytes compared.
 
