@@ -291,9 +291,11 @@ def train_rl(
             state, result = update(state, batch, np.int32(packed.num_microbatches))
             updates.append(to_floats(result))
         metrics |= _average(updates) | _recomputed_metrics(batches, placed)
-        metrics["reward"] = _mean(
-            reward_of(t).value for group in shaped_groups(config, collected.groups) for t in group
-        )
+        shaped = [
+            [reward_of(t).value for t in group] for group in shaped_groups(config, collected.groups)
+        ]
+        metrics["reward"] = _mean(reward for rewards in shaped for reward in rewards)
+        metrics["frac_reward_zero_std"] = _mean(not rewards_differ(r) for r in shaped)
         metrics["tokens_per_second"] = metrics["sampled_tokens"] / (stage.seconds - before)
         if (stage.step + 1) % config.evaluate_every == 0 or stage.step + 1 == config.num_steps:
             metrics["held_out"] = held_out_score(state.params, int(state.step))
@@ -352,7 +354,8 @@ def make_batches(
     packed = []
     for part in np.array_split(np.arange(len(groups)), config.updates_per_step):
         trajectories = [t for i in part for t in groups[i]]
-        trajectories, _ = assign_advantages(trajectories, baseline=config.advantage["name"])
+        trajectories, dropped = assign_advantages(trajectories, baseline=config.advantage["name"])
+        assert not any(dropped.values()), f"collect_groups kept what cannot be trained: {dropped}"
         if config.replay_routing and decoder.config.num_moe_layers:
             trajectories = prepare_routing(
                 trajectories,

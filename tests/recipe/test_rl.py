@@ -2,11 +2,20 @@
 
 from types import SimpleNamespace
 
+import jax
 import numpy as np
 import pytest
 
+from axion_jax.models.decoder import Decoder
+from axion_jax.models.scores import make_score_fn
 from axion_jax.recipe.config import parse
-from axion_jax.recipe.rl import RLConfig, make_batches, make_shaping, shaped_groups
+from axion_jax.recipe.rl import (
+    RLConfig,
+    make_batches,
+    make_reference,
+    make_shaping,
+    shaped_groups,
+)
 from axion_jax.types import Reward, StopReason, Trajectory
 
 PAD = 0
@@ -239,3 +248,23 @@ def test_filters_are_named_after_what_they_take_out(config):
         "too_easy": [True, False, True, True],
         "all_alike": [False, False, False, True],
     }
+
+
+def test_the_reference_is_a_copy_of_the_first_parameters_and_never_replays(
+    config, tiny, random_params
+):
+    decoder = Decoder(tiny)
+    params = random_params(decoder)
+    groups = [group(0, [1, 0, 0, 0], [2, 3, 4, 5])]  # tokens 0..3, within the tiny vocabulary
+    (packed,) = make_batches(config(updates_per_step=1), decoder, groups, pad_id=PAD)
+    first = jax.tree.map(lambda x: x[0], packed.batch)
+    own, replayed = (
+        jax.jit(make_score_fn(decoder, entropy=False, replay=replay))(params, first).logprobs
+        for replay in (False, True)
+    )
+    score = make_reference(decoder, params, temperature=1.0)
+    jax.tree.map(lambda x: x.delete(), params)  # as donating them to an update does
+    found = score(packed.batch, np.int32(packed.num_microbatches))
+    mask = first.loss_mask
+    np.testing.assert_allclose(found[0][mask], own[mask], atol=1e-5)
+    assert np.abs(np.asarray(replayed - own))[mask].max() > 1e-3

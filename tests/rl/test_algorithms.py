@@ -25,6 +25,8 @@ def test_a_loss_comes_with_its_options_bound(rows):
         ("sft", {"clip_low": 0.2}, "sft has no option 'clip_low'; known: none"),
         ("grpo", {"clip_low": 0, "clip_high": 0.2}, "clip_low=0 must lie between 0 and 1"),
         ("grpo", {"clip_low": 1.0, "clip_high": 0.2}, "clip_low=1.0 must lie between 0 and 1"),
+        ("cispo", {"clip_low": 1.1, "clip_high": 4.0}, "clip_low=1.1 must lie between 0 and 1"),
+        ("gspo", {"clip_low": 4e-4, "clip_high": 3e-4}, "clip_low=0.0004 exceeds clip_high=0.0003"),
         ("grpo", {"clip_low": 0.2, "clip_high": -0.2}, "clip_high=-0.2 must be above 0"),
         ("grpo", {"clip_low": 0.2, "clip_high": 0.2, "dual_clip": 1}, "dual_clip=1 must be above"),
     ],
@@ -47,6 +49,7 @@ def test_each_algorithm_has_a_default_reduction(trajectory):
     ("name", "reduction", "options", "message"),
     [
         ("gspo", "each_token_alike", {}, "gspo does not go with each_token_alike"),
+        ("gspo_token", "each_token_alike", {}, "gspo_token does not go with each_token_alike"),
         ("gspo", "constant_length", {"length": 4}, "gspo does not go with constant_length"),
         ("preference", "each_sequence_alike", {}, "Use each_pair_alike"),
         ("grpo", "each_tokn_alike", {}, "Did you mean 'each_token_alike'"),
