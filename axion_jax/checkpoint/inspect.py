@@ -19,7 +19,7 @@ class Summary:
     total: int
     """Trainable parameters of the model: without those layers and the router's correction bias."""
     active: int
-    """Of `total`, those a token uses, vocabulary included."""
+    """Numbers that one token's computation uses, vocabulary and correction bias included."""
     active_in_layers: int
     """`active` without embedding and head: how "12B active" is counted."""
     mtp: int
@@ -57,7 +57,7 @@ def summarise(checkpoint: Checkpoint) -> Summary:
     share = config.num_experts_per_token / max(1, config.num_experts)
     experts = sum(size for name, size in weights.items() if ".experts." in name)
     total = sum(weights.values())
-    active = total - experts + round(experts * share)
+    active = sum(sizes.values()) - experts + round(experts * share)
     vocabulary = sum(weights.get(n, 0) for n in ("model.embed_tokens.weight", "lm_head.weight"))
     paths = {extent.path for t in checkpoint.tensors.values() for extent in t.extents}
     return Summary(
