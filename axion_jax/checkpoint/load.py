@@ -119,24 +119,34 @@ def _one_layer(
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
         read = dict(zip(wanted, pool.map(lambda key: source.read(key[1]), wanted), strict=True))
 
-    def block(index):
-        inner = index[1:] if leaf.names.per_expert else index
-        chosen = _experts(leaf, index) or (None,)
-        blocks = [_block(leaf, layer, expert, inner, read, dtype) for expert in chosen]
-        return np.stack(blocks) if leaf.names.per_expert else blocks[0]
+        def block(index):
+            """What one device holds, copied out of views of the checkpoint's tensors."""
+            out = np.empty(
+                [len(range(*i.indices(n))) for i, n in zip(index, shape, strict=True)], dtype
+            )
+            inner = index[1:] if leaf.names.per_expert else index
+            chosen = _experts(leaf, index) or (None,)
+            parts = out if leaf.names.per_expert else [out]
 
-    return jax.make_array_from_callback(shape, sharding, block)
+            def fill(part, expert):
+                tensors = leaf.checkpoint_names(layer, expert)
+                _fill(part, [leaf.to_piece(read[expert, name]) for name in tensors], inner)
+
+            list(pool.map(fill, parts, chosen))
+            return out
+
+        return jax.make_array_from_callback(shape, sharding, block)
 
 
 def _experts(leaf: names.Leaf, index: Any) -> range | tuple[()]:
     return range(*index[0].indices(leaf.num_experts)) if leaf.names.per_expert else ()
 
 
-def _block(leaf, layer, expert, index, read, dtype) -> np.ndarray:
-    """`leaf[layer, expert][index]`, copied out of views of the checkpoint's tensors."""
-    pieces = [leaf.to_piece(read[expert, name]) for name in leaf.checkpoint_names(layer, expert)]
-    if not leaf.names.gate_and_up:
-        return np.ascontiguousarray(pieces[0][index], dtype)
+def _fill(out: np.ndarray, pieces: list[np.ndarray], index: tuple[slice, ...]) -> None:
+    """Copies `index` of one layer and expert into `out`; two pieces are gate and up, on axis 1."""
+    if len(pieces) == 1:
+        out[...] = pieces[0][index]
+        return
     first, which, *rest = index
-    chosen = pieces[which]
-    return np.stack([p[(first, *rest)].astype(dtype) for p in chosen], axis=1)
+    for i, piece in enumerate(pieces[which]):
+        out[:, i] = piece[(first, *rest)]

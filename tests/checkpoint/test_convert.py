@@ -324,6 +324,7 @@ def command(*arguments):
     )
 
 
+@pytest.mark.slow
 def test_the_command_converts_verifies_and_inspects(glm_directory, tmp_path):
     target = tmp_path / "orbax"
     done = command(f"--source={glm_directory}", f"--target={target}", "--to=orbax", "--verify")
@@ -347,6 +348,7 @@ print(int(line.split()[1]) * 1024)
 """
 
 
+@pytest.mark.slow
 def test_memory_does_not_grow_with_the_model(tmp_path):
     peaks = []
     for layers in (1, 9):
