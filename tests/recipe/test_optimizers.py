@@ -1,5 +1,7 @@
 """Optimizers and schedules by name: mistakes are answered, and each touches what it should."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,7 +9,7 @@ import optax
 import pytest
 
 from axion_jax.models.decoder import Decoder
-from axion_jax.recipe.optimizers import MATRICES, bind, make_optimizer, make_schedule
+from axion_jax.recipe.optimizers import bind, make_optimizer, make_schedule
 
 ADAMW = {"name": "adamw", "b1": 0.9, "b2": 0.95, "weight_decay": 0.1, "max_grad_norm": 1.0}
 MUON = ADAMW | {"name": "muon", "muon_scale": 4.0, "beta": 0.95}
@@ -41,18 +43,20 @@ def names(path):
     return [key.key for key in path]
 
 
+AXES = {"q": (1, 2), "k": (1, 2), "v": (1, 2), "o": (2, 1), "gate_up": (1, 2), "down": (1, 1)}
+"""How many of a matrix's last axes are its inputs and its outputs: what a token's vector is summed
+over, and what comes out. Heads and their width go together, and so do gate and up."""
+
+
 def is_matrix(path):
-    return names(path)[0] in ("dense", "moe") and names(path)[-1] in MATRICES
+    return names(path)[0] in ("dense", "moe") and names(path)[-1] in AXES
 
 
 def as_matrices(path, value):
-    """[..., inputs, outputs]: a leaf's last axes taken together as MATRICES says."""
-    inputs, outputs = MATRICES[names(path)[-1]]
-    assert [*inputs, *outputs] == list(range(-len(inputs) - len(outputs), 0))
-    shape = value.shape
-    batch = shape[: len(shape) - len(inputs) - len(outputs)]
-    rows = int(np.prod([shape[axis] for axis in inputs]))
-    return np.asarray(value).reshape(*batch, rows, -1)
+    """[..., inputs, outputs]: a leaf with the axes of its matrix taken together."""
+    inputs, outputs = AXES[names(path)[-1]]
+    batch, matrix = value.shape[: -inputs - outputs], value.shape[-inputs - outputs :]
+    return np.asarray(value).reshape(*batch, math.prod(matrix[:inputs]), -1)
 
 
 def one_update(params, gradients, optimizer):
@@ -102,7 +106,7 @@ def test_muon_makes_every_matrix_of_the_layers_nearly_orthogonal(params, gradien
             rows, columns = moved.shape[-2:]
             s = np.linalg.svd(moved, compute_uv=False) / (rate * max(1, columns / rows) ** 0.5)
             assert s.min() > 0.6 and s.max() < 1.25, path
-    assert seen == set(MATRICES)
+    assert seen == set(AXES)
 
 
 def test_muon_leaves_what_is_no_matrix_of_a_layer_to_adam_without_decay(params, gradients, updates):
