@@ -15,6 +15,9 @@ from axion_jax.models.decoder import Decoder
 from axion_jax.models.moe import expert_load
 from axion_jax.types import Batch, Scores
 
+LOGITS_AT_ONCE = 2**26
+"""Logits that exist at one time by default: 256 MiB in float32, whatever the vocabulary."""
+
 
 def make_score_fn(
     decoder: Decoder,
@@ -22,7 +25,7 @@ def make_score_fn(
     temperature: float = 1.0,
     replay: bool = False,
     entropy: bool = True,
-    chunk: int = 4096,
+    chunk: int | None = None,
 ):
     """Returns `score(params, batch) -> Scores`.
 
@@ -32,8 +35,10 @@ def make_score_fn(
         choice.
       entropy: also compute the entropy of every prediction; SFT has no use for it.
       chunk: most predictions, over all rows and devices, whose logits exist at one time (at least
-        one of each row).
+        one of each row). None: as many as `LOGITS_AT_ONCE` allows.
     """
+    if chunk is None:
+        chunk = max(1, LOGITS_AT_ONCE // decoder.config.vocab_size)
 
     def score(params: Any, batch: Batch) -> Scores:
         if replay and batch.routing is None:
