@@ -101,7 +101,7 @@ def trace_count(entry: dict) -> str | None:
     """The text spelled out with a running count after each letter; None for texts too long to
     spell."""
     text = " ".join(entry["metadata"]["span"])
-    if len(text) > 16:
+    if len(text) > 16 or any(character.isdigit() for character in text):
         return None
     letter, count, out = entry["metadata"]["target_letter"], 0, []
     for character in text:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import math
 import os
 import pathlib
 import resource
@@ -92,7 +93,11 @@ class RunDirectory:
     # --------------------------------------------------------------------------------------------------
 
     def log(self, stage: str, step: int, metrics: dict[str, float]) -> None:
-        """Appends one line of metrics, and the same to TensorBoard."""
+        """Appends one line of metrics, and the same to TensorBoard.
+
+        A value that is not finite is left out, as JSON has no word for it; `update_skipped` says so.
+        """
+        metrics = {name: value for name, value in metrics.items() if math.isfinite(value)}
         with open(self.path / "metrics.jsonl", "a") as file:
             file.write(json.dumps({"stage": stage, "step": step} | metrics) + "\n")
         if self._writer is None:
