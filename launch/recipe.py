@@ -36,16 +36,25 @@ def parse_flags(argv: list[str]) -> list[str]:
     except (AttributeError, KeyError) as error:  # an override of what the config does not have
         while isinstance(error.args[0], Exception):
             error = error.args[0]
-        sys.exit(f"Error: No such config key: {'. '.join(str(error.args[0]).splitlines())}")
+        sys.exit(
+            f"Error: No such config key: {'. '.join(str(error.args[0]).splitlines())} (an override"
+            " changes a key that the config file has; to add a section, write it into the file)"
+        )
 
 
-def main(_) -> None:
+def main(argv: list[str]) -> None:
+    if len(argv) > 1:
+        sys.exit(
+            f"Error: Unexpected argument {argv[1]!r}. Overrides are written --config.key=value."
+        )
     if not flags.FLAGS["verbosity"].present:
         logging.set_verbosity(logging.WARNING)  # Orbax reports every file at INFO
     try:
         run_recipe(CONFIG.value.to_dict(), str(WORKDIR.value))
     except (ValueError, StageStopped) as error:
         sys.exit(f"Error: {error}")
+    except KeyboardInterrupt:
+        sys.exit("Stopped. The same command goes on from the last checkpoint.")
     report.print_tables(str(WORKDIR.value))
     print(f"Report: {pathlib.Path(str(WORKDIR.value)) / 'report.html'}")
 

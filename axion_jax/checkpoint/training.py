@@ -14,6 +14,7 @@ import zlib
 from typing import Any
 
 import jax
+import numpy as np
 import orbax.checkpoint as ocp
 from absl import logging
 
@@ -43,7 +44,8 @@ class TrainingCheckpoints:
         devices."""
         if step in self._manager.all_steps():
             return  # a resumed run reached a step that is already there, with the same content
-        text = json.dumps(host)  # now: Orbax writes in the background while the caller goes on
+        # Now: Orbax writes in the background while the caller goes on.
+        text = json.dumps({"host": host, "arrays_crc32": _checksum(state)})
         self._manager.save(
             step,
             args=ocp.args.Composite(
@@ -71,7 +73,10 @@ class TrainingCheckpoints:
                 text = restored["host"]["json"]
                 if zlib.crc32(text.encode()) != restored["host"]["crc32"]:
                     raise ValueError("the host state is damaged: its checksum differs")
-                host = json.loads(text)
+                saved = json.loads(text)
+                if saved["arrays_crc32"] != _checksum(restored["state"]):
+                    raise ValueError("the arrays are damaged: their checksum differs")
+                host = saved["host"]
             except Exception as error:  # Orbax raises many kinds; every one means "not this step"
                 problems.append(
                     f"step {step}: {type(error).__name__}: {str(error).partition('\n')[0][:200]}"
@@ -113,6 +118,19 @@ class TrainingCheckpoints:
         self._manager.close()
 
 
+def _checksum(state: Any) -> int:
+    """CRC-32 over all arrays that this process holds in full, in the order of the tree.
+
+    Orbax compresses without checksums of the values, so a flipped bit would be loaded as another
+    number. Arrays spread over hosts are left out: no process has their bytes.
+    """
+    crc = 0
+    for leaf in jax.tree.leaves(state):
+        if not isinstance(leaf, jax.Array) or leaf.is_fully_addressable:
+            crc = zlib.crc32(np.ascontiguousarray(leaf).view(np.uint8), crc)
+    return crc
+
+
 def abstract_like(tree: Any) -> Any:
     """Shapes, dtypes and shardings of a tree of arrays, for `restore_latest`."""
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), tree)
@@ -123,3 +141,15 @@ def write_json(path: pathlib.Path, value: Any) -> None:
     partial = path.with_name(path.name + ".partial")
     partial.write_text(json.dumps(value, indent=1, sort_keys=False) + "\n")
     partial.replace(path)
+
+
+def read_json(path: pathlib.Path) -> Any:
+    """What `write_json` wrote.
+
+    Raises:
+      ValueError: the file is damaged; names it.
+    """
+    try:
+        return json.loads(path.read_text())
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is damaged ({error}). Delete it and it is made again.") from None

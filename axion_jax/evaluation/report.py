@@ -216,7 +216,7 @@ def _stage_drawings(run: Run, name: str) -> dict[str, Any]:
     stage = stages.get(name) or {}
     details = [
         stage.get("algorithm"),
-        f"{len(records):,} steps",
+        f"{max(r.get('step', 0) for r in records):,} steps",
         tables.duration(stage.get("wall_seconds")),
     ]
     return {

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import math
 import types
 import typing
 from collections.abc import Mapping
@@ -49,6 +50,7 @@ def parse[T](cls: type[T], section: Mapping[str, Any], where: str) -> T:
 
 
 def _value(hint: Any, value: Any, where: str) -> Any:
+    _check_finite(value, where)
     if typing.get_origin(hint) in (types.UnionType, typing.Union):
         if value is None:
             return None
@@ -71,3 +73,12 @@ def _value(hint: Any, value: Any, where: str) -> Any:
     if typing.get_origin(hint) is tuple or hint is tuple:
         return tuple(cast(Any, value))
     return value
+
+
+def _check_finite(value: Any, where: str) -> None:
+    """NaN passes every comparison, so it would switch a bound off without a word."""
+    if isinstance(value, Mapping):
+        for key, inner in value.items():
+            _check_finite(inner, f"{where}.{key}")
+    elif isinstance(value, float) and not math.isfinite(value):
+        raise ValueError(f"config.{where}={value} must be a finite number.")

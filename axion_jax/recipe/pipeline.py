@@ -16,7 +16,7 @@ from typing import Any
 import jax
 from transformers import PreTrainedTokenizerFast
 
-from axion_jax.checkpoint.training import write_json
+from axion_jax.checkpoint.training import read_json, write_json
 from axion_jax.data import preference, reasoning, writing
 from axion_jax.data import tokenizer as tokenizers
 from axion_jax.data.chat import encode_prompt
@@ -78,7 +78,14 @@ class RecipeConfig:
         for name in self.sft.mixture:
             if name not in TASKS:
                 raise ValueError(f"sft.mixture names the task {name!r}; known: {', '.join(TASKS)}.")
+        if self.sft.router_bias_update_rate and not self.model.num_moe_layers:
+            raise ValueError(
+                f"sft.router_bias_update_rate={self.sft.router_bias_update_rate} balances experts, but"
+                " the model has none (num_dense_layers=num_layers). Set it to 0."
+            )
         for stage, rl in self.rl_stages.items():
+            if rl.replay_routing and not self.model.num_moe_layers:
+                raise ValueError(f"{stage}.replay_routing=True, but the model has no experts.")
             if rl.task not in TASKS:
                 raise ValueError(f"{stage}.task={rl.task!r} is unknown; known: {', '.join(TASKS)}.")
             layers = rl.high_precision_layers
@@ -333,10 +340,10 @@ class _Recipe:
         for name in ("sft", *self.config.rl_stages):
             file = self.run_dir.path / name / "done.json"
             if file.exists():
-                done = json.loads(file.read_text())
+                done = read_json(file)
                 done["wall_seconds"] = self._stage_seconds(name) + done.pop("evaluation_seconds")
                 stages.append(done)
-        model = json.loads((self.run_dir.path / "reward_model" / "done.json").read_text())
+        model = read_json(self.run_dir.path / "reward_model" / "done.json")
         summary = {
             "wall_seconds": sum(s["wall_seconds"] for s in stages) + model["seconds"],
             "seed": self.config.seed,

@@ -39,8 +39,11 @@ class RunDirectory:
     """
 
     def __init__(self, path: str | pathlib.Path, config: dict[str, Any]) -> None:
+        if not str(path):
+            raise ValueError("--workdir is empty: name a directory for the run.")
         self.path = pathlib.Path(path)
         try:
+            self._refuse_foreign_directory()
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock = open(self.path / ".lock", "w")  # noqa: SIM115  held while the process lives
         except OSError as error:
@@ -77,20 +80,24 @@ class RunDirectory:
                     f"--workdir={self.path} holds a run of another config ({shown}). Choose another --workdir, or the old"
                     " values to go on with it."
                 )
-        elif any(entry.name not in _BEFORE_CONFIG for entry in self.path.iterdir()):
-            raise ValueError(
-                f"--workdir={self.path} is not empty and holds no run. Choose another."
-            )
         else:
             write_json(file, config)
+
+    def _refuse_foreign_directory(self) -> None:
+        """Before anything is created in it, the lock included."""
+        if not self.path.is_dir() or (self.path / "config.json").exists():
+            return
+        if any(entry.name not in _BEFORE_CONFIG for entry in self.path.iterdir()):
+            raise ValueError(
+                f"--workdir={self.path} is not empty and holds no run (no config.json). Choose another."
+            )
 
     def stage(self, name: str) -> pathlib.Path:
         directory = self.path / name
         directory.mkdir(exist_ok=True)
         return directory
 
-    # -- metrics
-    # --------------------------------------------------------------------------------------------------
+    # -- metrics ----------------------------------------------------------------------------------
 
     def log(self, stage: str, step: int, metrics: dict[str, float]) -> None:
         """Appends one line of metrics, and the same to TensorBoard.

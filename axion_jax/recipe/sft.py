@@ -71,6 +71,12 @@ class SFTConfig:
             raise ValueError("mixture is empty: name the tasks to draw examples from.")
         if any(share <= 0 for share in self.mixture.values()):
             raise ValueError(f"mixture shares must be above 0, not {self.mixture}.")
+        planned = self.schedule.get("num_steps", self.num_steps)
+        if planned != self.num_steps:
+            raise ValueError(
+                f"schedule.num_steps={planned} must be num_steps={self.num_steps}, or the learning rate"
+                " does not end where training does."
+            )
         make_optimizer(make_schedule(**self.schedule), **self.optimizer)
 
 

@@ -6,7 +6,7 @@ A stage's loop reads
     while stage.step < stage.num_steps:
         ... one step ...
         stage.finish_step(state, metrics, host)
-    stage.finish()
+    stage.close()
 
 and is a pure function of (config, checkpoint): killed anywhere and started again, it ends with the
 same bits.
@@ -63,6 +63,7 @@ class Stage:
         self.directory: pathlib.Path = run.stage(name)
         self.checkpoints = TrainingCheckpoints(self.directory / "checkpoints")
         self.step = 0
+        self._stopped = self.directory / "stopped.txt"
         self._guards = guards
         self._guard = Guard(guards)
         self._clock = Stopwatch()
@@ -70,6 +71,11 @@ class Stage:
 
     def resume(self, state: Any) -> tuple[Any, dict[str, Any]]:
         """The newest checkpoint's state and host state, or `state` and {} where there is none."""
+        if self._stopped.exists():
+            raise StageStopped(
+                f"{self._stopped.read_text().strip()} Look at its metrics; to go on from there all the"
+                f" same, delete {self._stopped}."
+            )
         found = self.checkpoints.restore_latest(abstract_like(state))
         if found is None:
             self.run.forget_after(self.name, -1)
@@ -100,7 +106,8 @@ class Stage:
             update's.
 
         Raises:
-          StageStopped: a guard found something wrong; a checkpoint was written.
+          StageStopped: a guard found something wrong; a checkpoint was written, and `stopped.txt`,
+            which keeps the stage from going on until it is deleted.
         """
         self.step += 1
         self.run.log(self.name, self.step, metrics | {"seconds": self.seconds})
@@ -113,10 +120,12 @@ class Stage:
             )
         if problem:
             self.close()
-            raise StageStopped(
+            sentence = (
                 f"Stage {self.name} stopped at step {self.step}: {problem}"
                 f" The checkpoint is in {self.checkpoints.directory / str(self.step)}."
             )
+            self._stopped.write_text(sentence + "\n")  # a restart must not walk past it
+            raise StageStopped(sentence)
         self._show(metrics)
 
     def _show(self, metrics: dict[str, float]) -> None:

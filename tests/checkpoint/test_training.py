@@ -9,7 +9,12 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType
 
-from axion_jax.checkpoint.training import TrainingCheckpoints, abstract_like, write_json
+from axion_jax.checkpoint.training import (
+    TrainingCheckpoints,
+    abstract_like,
+    read_json,
+    write_json,
+)
 from axion_jax.types import TrainState
 
 # Reads that Orbax gave up on complain when they are collected.
@@ -190,6 +195,25 @@ def test_from_a_damaged_checkpoint_it_goes_back_to_the_last_whole_one_and_says_s
     assert_same(state, 1)
     assert f"{checkpoints.directory}/2 cannot be read" in caplog.text
     assert "falling back to an older one" in caplog.text
+
+
+def test_arrays_that_read_well_but_hold_other_numbers_are_noticed_by_their_checksum(
+    damaged, caplog
+):
+    def other_numbers(step_directory):
+        shutil.rmtree(step_directory / "state")
+        shutil.copytree(step_directory.parent / "1" / "state", step_directory / "state")
+
+    step, state, _ = damaged(other_numbers).restore_latest(ABSTRACT)
+    assert step == 1
+    assert_same(state, 1)
+    assert "the arrays are damaged: their checksum differs" in caplog.text
+
+
+def test_a_damaged_json_file_is_named(tmp_path):
+    (tmp_path / "done.json").write_text('{"stage": ')
+    with pytest.raises(ValueError, match="done.json is damaged .* Delete it"):
+        read_json(tmp_path / "done.json")
 
 
 def test_the_damaged_checkpoint_is_set_aside_and_its_step_can_be_written_again(damaged, opened):

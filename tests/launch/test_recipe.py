@@ -54,6 +54,8 @@ for arguments in json.load(sys.stdin):
 """
 
 MISTAKES = {
+    "dashes forgotten": ([*GOOD, "config.seed=1"], "Unexpected argument 'config.seed=1'"),
+    "an empty workdir": ([GOOD[0], "--workdir="], "--workdir is empty"),
     "a misspelt override": (
         [*GOOD, "--config.sft.num_stepz=1"],
         "Error: No such config key: 'num_stepz'. Did you mean \"num_steps\"",
@@ -96,7 +98,7 @@ MISTAKES = {
     ),
     "a directory of other things": (
         [GOOD[0], "--workdir={tmp}"],
-        "is not empty and holds no run. Choose another.",
+        "holds no run (no config.json). Choose another.",
     ),
     "a directory of another config": (
         [GOOD[0], "--workdir={tmp}/other", "--config.seed=5"],

@@ -58,12 +58,21 @@ CANNOT = {
     "sft.optimizer.max_grad_norm=0.0": "optimizer.max_grad_norm=0.0 must be above 0",
     "sft.optimizer.betta=0.0": "optimizer muon has no option 'betta'; did you mean 'beta'?",
     "sft.guards.max_loss_spike=0.5": "config.sft.guards: max_loss_spike=0.5 must be above 1",
+    "sft.num_steps=3": "config.sft: schedule.num_steps=2 must be num_steps=3",
+    "reasoning_rl.temperature=float('nan')": "config.reasoning_rl.temperature=nan must be a finite",
+    "sft.schedule.learning_rate=float('inf')": "config.sft.schedule.learning_rate=inf must be a",
+    "model.num_dense_layers=3": "sft.router_bias_update_rate=0.004 balances experts",
     # keys
     "sft.num_stepz=1": "config.sft.num_stepz is not an option here. Did you mean 'num_steps'?",
     "rhlf=1": "config.rhlf is not an option here. Did you mean 'rlhf'?",
     "sft.num_steps='3'": "config.sft.num_steps must be int, not '3'.",
     "sft.schedule=3": "config.sft.schedule must be a section, not 3.",
 }  # fmt: skip
+
+
+def evaluated(value: str):
+    """A literal, or a float that has none."""
+    return float(value[7:-2]) if value.startswith("float(") else ast.literal_eval(value)
 
 
 @pytest.fixture
@@ -84,7 +93,7 @@ def test_it_is_answered_in_a_sentence_and_nothing_is_written(
 ):
     place, _, value = change.partition("=")
     with pytest.raises(ValueError) as caught:
-        start(recipe_config({place: ast.literal_eval(value)}))
+        start(recipe_config({place: evaluated(value)}))
     message = str(caught.value)
     assert CANNOT[change] in message
     assert "\n" not in message and message.endswith((".", "?"))

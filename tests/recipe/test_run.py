@@ -65,6 +65,7 @@ def test_many_differences_are_cut_short(run):
 def test_a_directory_with_other_things_in_it_is_left_alone(tmp_path):
     (tmp_path / "thesis.tex").write_text("precious")
     assert "is not empty and holds no run" in refusal(tmp_path)
+    assert not (tmp_path / ".lock").exists()
     assert not (tmp_path / "config.json").exists()
 
 

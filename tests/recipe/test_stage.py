@@ -110,9 +110,21 @@ def test_a_guard_stops_the_stage_with_a_checkpoint_and_a_sentence(open_stage):
     assert message.endswith(f"The checkpoint is in {stage.checkpoints.directory / '7'}.")
     assert (stage.checkpoints.directory / "7" / "state").is_dir()
     assert logged(stage) == [1, 2, 3, 4, 5, 6, 7]
-    again = open_stage(num_steps=100, checkpoint_every=100, max_skipped_in_a_row=3)
+
+
+def test_a_stopped_stage_stays_stopped_until_its_note_is_deleted(open_stage):
+    bounds = {"num_steps": 3, "checkpoint_every": 100, "max_skipped_in_a_row": 3}
+    stage = open_stage(**bounds)
+    stage.resume(state_at(0))
+    with pytest.raises(StageStopped):
+        take(stage, 3, BROKEN)  # on the last step: a restart would take the stage for finished
+    for _ in range(2):
+        with pytest.raises(StageStopped, match="stopped at step 3.*delete .*stopped.txt"):
+            open_stage(**bounds).resume(state_at(0))
+    (stage.directory / "stopped.txt").unlink()
+    again = open_stage(**bounds)
     again.resume(state_at(0))
-    assert again.step == 7
+    assert again.step == 3
 
 
 def test_a_guard_remembers_across_a_restart(open_stage):
