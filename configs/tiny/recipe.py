@@ -1,8 +1,13 @@
-r"""The main job: a tiny GLM-4.5-type MoE through SFT, Reasoning RL, Instruction-Following RL and
-RLHF on one CPU.
+r"""The main job: a tiny GLM-4.5-type MoE through SFT, Reasoning RL, IF RL and RLHF on one CPU.
 
-python launch/recipe.py --config=configs/tiny/recipe.py --workdir=runs/demo
-python launch/recipe.py --config=configs/tiny/recipe.py:smoke --workdir=runs/smoke   # two steps a stage
+    python launch/recipe.py --config=configs/tiny/recipe.py --workdir=runs/demo
+    python launch/recipe.py --config=configs/tiny/recipe.py:smoke --workdir=runs/smoke
+
+Two idle cores: 4 minutes and a half, 1.5 GB. Held-out reasoning pass@1 rises from about 0.55 to 0.9
+in Reasoning RL, instruction following from about 0.4 to 0.7 in IF RL, the reward-model score from
+below 0 to above 1 in RLHF; README.md has three seeds. Stages and algorithms are Rufus-Air's, scaled
+down; where a value departs from the paper's, the comment beside it says why. `smoke` takes every
+stage through two steps.
 """
 
 from ml_collections import ConfigDict
@@ -64,6 +69,7 @@ def get_config(variant: str = "full") -> ConfigDict:
                 weight_decay=0.0,
                 max_grad_norm=1.0,
             ),
+            # From random weights the routers must be balanced; a released checkpoint's stay put.
             router_bias_update_rate=0.004,
             checkpoint_every=100,
             guards=dict(max_skipped_in_a_row=5, max_loss_spike=3.0),
@@ -93,13 +99,15 @@ def get_config(variant: str = "full") -> ConfigDict:
             max_response_length=48,
             temperature=1.0,
             replay_routing=True,
-            high_precision_layers=1,
+            high_precision_layers=1,  # of 3; the paper keeps 3 of 46
             mask_truncated=True,
             advantage=dict(name="group_std"),
             filter=dict(low=0.0, high=0.8, max_oversampling=4),
+            # The paper gives no coefficient: small against the gap of 1 between right and wrong.
             shaping=dict(name="length_penalty", coefficient=0.1),
+            # Ten times the paper's clips: FP8 and two steps at 2e-4 move a tiny model's ratios more.
             algorithm=dict(name="gspo", clip_low=0.01, clip_high=0.02),
-            correction=dict(name="tis", cap=2.0),
+            correction=dict(name="tis", cap=2.0),  # cap unpublished; 2 is customary
             schedule=dict(name="constant", learning_rate=2e-4, warmup_steps=4),
             optimizer=adamw,
             rows=16,
@@ -145,6 +153,7 @@ def get_config(variant: str = "full") -> ConfigDict:
             high_precision_layers=1,
             mask_truncated=False,
             advantage=dict(name="group_std"),
+            # Slope and free length are ours: a full answer about three words takes 15 tokens.
             shaping=dict(name="linear_length_penalty", free_length=16, coefficient=1.0),
             algorithm=dict(name="grpo", clip_low=0.2, clip_high=0.28),
             schedule=dict(name="constant", learning_rate=1e-4, warmup_steps=4),
