@@ -112,7 +112,12 @@ SCHEDULES: dict[str, Callable[..., Schedule]] = {"constant": constant, "cosine":
 
 def make_schedule(name: str = "", **options: Any) -> Schedule:
     """The learning rate as a function of the optimizer step."""
-    return bind(SCHEDULES, "schedule", name, options)(**options)
+    make = bind(SCHEDULES, "schedule", name, options)
+    if options["learning_rate"] <= 0:
+        raise ValueError(f"schedule.learning_rate={options['learning_rate']} must be above 0.")
+    if options.get("final_learning_rate", 0.0) < 0:
+        raise ValueError("schedule.final_learning_rate must be 0 or more.")
+    return make(**options)
 
 
 def make_optimizer(
@@ -126,6 +131,11 @@ def make_optimizer(
             raise ValueError(
                 f"optimizer.{option}={options[option]} must be above 0, or nothing would learn."
             )
+    for option in ("b1", "b2", "beta"):
+        if not 0 <= options.get(option, 0.0) < 1:
+            raise ValueError(f"optimizer.{option}={options[option]} must lie in [0, 1).")
+    if options["weight_decay"] < 0:
+        raise ValueError(f"optimizer.weight_decay={options['weight_decay']} must be 0 or more.")
     inner = make(schedule, **options)
 
     def labels(params):
