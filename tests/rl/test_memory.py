@@ -6,7 +6,7 @@ import sys
 import pytest
 
 PROGRAM = """
-import resource, sys
+import sys
 import jax, jax.numpy as jnp, numpy as np
 from axion_jax.models.config import ModelConfig
 from axion_jax.models.decoder import Decoder
@@ -31,11 +31,14 @@ if sys.argv[1] == "gradient":
 else:
     out = jax.jit(scored)(params, hidden)
 assert np.isfinite(np.asarray(out)).all()
-print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20)
+# Not ru_maxrss: a process inherits that peak from whoever started it, here the whole test run.
+(peak,) = [line for line in open("/proc/self/status") if line.startswith("VmHWM")]
+print(int(peak.split()[1]) / 2**20)
 """
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="reads the peak from /proc")
 @pytest.mark.parametrize("what", ["logprobs", "gradient"])
 def test_logprobs_of_32k_tokens_and_glms_vocabulary_peak_under_1_5_gb(what):
     # All logits at once would be 32,768 * 151,552 * 4 bytes = 19.9 GB; 512 predictions are 310 MB.
