@@ -23,12 +23,8 @@ from jax import lax
 
 from axion_jax.models import moe
 from axion_jax.models.decoder import Decoder
+from axion_jax.rl.routing import smallest_dtype
 from axion_jax.rollout.engine import FinishReason, Generation, Sampling
-
-
-def routing_dtype(num_experts: int) -> Any:
-    """The smallest signed integer type that holds the expert ids (-1 means unknown)."""
-    return np.int8 if num_experts <= 128 else np.int16
 
 
 def bucket(n: int, multiple: int) -> int:
@@ -177,7 +173,7 @@ def sample_batch(
     tokens, real = inputs["tokens"], inputs["real"]
     rows, width = tokens.shape
     c = decoder.config
-    dtype = routing_dtype(c.num_experts)
+    dtype = smallest_dtype(c.num_experts)
     uniforms = jax.vmap(lambda i: jax.random.uniform(jax.random.fold_in(key, i), (max_slots,)))(
         inputs["request"]
     )

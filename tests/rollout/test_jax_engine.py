@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from axion_jax.models.decoder import Decoder
+from axion_jax.rl.routing import smallest_dtype
 from axion_jax.rollout.engine import Sampling
-from axion_jax.rollout.jax_engine import JaxEngine, bucket, routing_dtype, sample_batch
+from axion_jax.rollout.jax_engine import JaxEngine, bucket, sample_batch
 
 SAMPLING = Sampling(max_new_tokens=14, stop_ids=(), temperature=0.7, seed=3)
 
@@ -118,8 +119,8 @@ def test_a_model_without_experts_can_be_sampled_from(tiny):
 
 def test_expert_ids_are_kept_in_the_smallest_signed_type_that_holds_them():
     # 128 experts are ids 0..127, the most that int8 holds.
-    assert routing_dtype(128) == np.int8
-    assert routing_dtype(129) == np.int16
+    assert smallest_dtype(128) == np.int8
+    assert smallest_dtype(129) == np.int16
 
 
 def test_a_bucket_is_the_next_multiple():
